@@ -1,0 +1,36 @@
+# One word per chore. Every target makes .venv when it is missing; only Python (>= 3.11) and make are needed beforehand.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-slow check docs bench clean
+
+demo: $(READY)  ## PRONG beside SGD and Adam on the paper's autoencoder
+	$(RUN) -m prong.lab.demo
+
+# One thread per worker: two torch processes with two threads each fight over two cores.
+test: $(READY)  ## the specification, coverage included
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not slow" --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
+
+test-slow: $(READY)  ## the tests that take minutes
+	$(RUN) -m pytest -m slow --timeout=1800
+
+check: $(READY)  ## format, lint, types
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+docs: $(READY)  ## the documentation as a site/ folder
+	$(RUN) -m mkdocs build --strict --quiet
+
+bench: $(READY)  ## the cost of an update, PRONG beside its baselines
+	$(RUN) -m prong.lab.bench
+
+clean:
+	rm -rf $(VENV) site
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,dev]"
+	touch $@

@@ -1,0 +1,121 @@
+"""Run a model over batches only to look at its layers' inputs: no side effects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prong.injection import whitened_sites
+from prong.layers import in_backward
+from prong.statistics import Moments
+
+Forward = Callable[[nn.Module, Any], Any]
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """The model on one batch: a tensor, a mapping of keyword arguments, or (input, target, ...) as loaders give."""
+    if isinstance(batch, Tensor):
+        return model(batch)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, Sequence) and batch and isinstance(batch[0], Tensor | Mapping | tuple | list):
+        return call_model(model, batch[0])
+    raise TypeError(
+        f"a batch is a tensor, (input, target) or a mapping of keyword arguments, got {type(batch).__name__}. "
+        "For anything else pass forward=lambda model, batch: ..."
+    )
+
+
+def as_batches(batches: Any) -> Iterable[Any]:
+    """An iterable of batches; a single tensor is one batch."""
+    if isinstance(batches, Tensor):
+        return [batches]
+    if not isinstance(batches, Iterable) or isinstance(batches, str | Mapping):
+        raise TypeError(
+            f"batches is an iterable of batches, such as a DataLoader, or one tensor; got {type(batches).__name__}"
+        )
+    return batches
+
+
+def batch_size(batch: Any) -> int:
+    """The first dimension of the first tensor found in a batch."""
+    while not isinstance(batch, Tensor):
+        values = list(batch.values()) if isinstance(batch, Mapping) else batch
+        if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+            return 1
+        batch = values[0]
+    return int(batch.shape[0]) if batch.dim() else 1
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Leave gradients, random state and other modules' buffers (batch norm's statistics) as they were.
+
+    Buffers are replaced by copies for the time being: the originals are not even written to.
+    """
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    originals = [(m, dict(m._buffers)) for m in model.modules() if m._buffers]
+    with torch.random.fork_rng([d.index or 0 for d in devices]), torch.no_grad():
+        try:
+            for module, buffers in originals:
+                module._buffers = {n: None if b is None else b.clone() for n, b in buffers.items()}
+            yield
+        finally:
+            for module, buffers in originals:
+                module._buffers = buffers
+
+
+@contextmanager
+def gathering(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[dict[str, Moments]]:
+    """Fresh statistics of the (named) sites, filled by every forward inside; open windows are put aside."""
+    sites = whitened_sites(model)
+    chosen = {name: sites[name] for name in (sites if names is None else names)}
+    kept = ("inputs", "spread", "outputs", "examples", "training_only")
+    before = [(site, {key: getattr(site, key) for key in kept}) for _, site in sites.values()]
+    for _, site in sites.values():
+        site.inputs = site.spread = site.outputs = None
+        site.training_only = False
+    moments = {}
+    for name, (layer, site) in chosen.items():
+        moments[name] = site.inputs = site.new_moments(layer.pair(site)[0])
+    try:
+        yield moments
+    finally:
+        for site, values in before:
+            vars(site).update(values)
+
+
+def run_batches(
+    model: nn.Module,
+    batches: Any,
+    samples: int | None = None,
+    forward: Forward | None = None,
+    each: Callable[[Any], None] | None = None,
+) -> int:
+    """Run the model over batches, until `samples` examples were seen if given; returns how many were.
+
+    `each` is called with the model's output.
+
+    Raises:
+        ValueError: if there are no batches, or the model cannot take one; its own error is the cause.
+    """
+    if in_backward():
+        raise RuntimeError("statistics cannot be gathered during a backward pass; do it between updates")
+    seen = 0
+    for number, batch in enumerate(as_batches(batches)):
+        try:
+            output = (forward or call_model)(model, batch)
+        except (RuntimeError, IndexError) as error:
+            raise ValueError(f"the model does not take batch {number}: {error}") from error
+        if each is not None:
+            each(output)
+        seen += batch_size(batch)
+        if samples is not None and seen >= samples:
+            break
+    if seen == 0:
+        raise ValueError("there were no batches to estimate statistics from")
+    return seen

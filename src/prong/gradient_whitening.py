@@ -1,0 +1,176 @@
+"""Whitening of backpropagated gradients, on top of that of activations: optional, off by default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from prong.gradients import (
+    GRADIENT_SOURCES,
+    OutputGradients,
+    precondition,
+    sampled_output_gradient,
+)
+from prong.layers import Site, WhitenedLayer
+
+BALANCE = "balance"
+BALANCE_DECAY = 0.99  # of the running mean square, per update
+LossScale = float | Callable[[], float]
+
+
+class GradientWhitening:
+    """Multiplies the gradients of whitened layers by Q from the left, at each step of an optimizer.
+
+    Args:
+        model: the model; its output is needed to draw labels from.
+        sites: the whitened sites by name.
+        source: "balance" (a running number per layer, from the training gradients), "empirical" (a matrix per
+            layer, from the training gradients, hence of the labels in the data), or the distribution that the
+            model's output parametrises, "categorical", "bernoulli" or "gaussian" (a matrix per layer, from labels
+            drawn from the model: the Fisher's own).
+        eps: damping of the matrices, relative to their mean diagonal.
+
+    Attributes:
+        loss_scale: what the mean loss over a batch was multiplied by before `backward` (a GradScaler's scale, one
+            over the number of accumulation steps), as a number or a function that tells. Balance and the empirical
+            source are not linear in the gradient and must know.
+    """
+
+    def __init__(
+        self, model: nn.Module, sites: Mapping[str, tuple[WhitenedLayer, Site]], source: str, eps: float
+    ) -> None:
+        if source not in (BALANCE, *GRADIENT_SOURCES):
+            raise ValueError(f"gradient_whitening is one of {', '.join(GRADIENT_SOURCES)}, got {source!r}")
+        self.sites = sites
+        self.source = source
+        self.eps = eps
+        self.loss_scale: LossScale = 1.0
+        self.Q: dict[str, Tensor] = {}
+        self._ordinary: list[tuple[Tensor, Tensor]] = []
+        if self._sampled:
+            model.register_forward_hook(self._draw)
+        if source == BALANCE:
+            for name in sites:
+                self.open(name)
+
+    @property
+    def _sampled(self) -> bool:
+        return self.source not in (BALANCE, "empirical")
+
+    def open(self, name: str) -> None:
+        """Begin to gather a site's output gradients, unless that has begun."""
+        _, site = self.sites[name]
+        if site.outputs is None:
+            scale = None if self._sampled else self._per_example
+            site.outputs = OutputGradients(self.source == BALANCE, scale, own_backward=self._sampled)
+
+    def close(self, name: str) -> None:
+        """Take the matrix of what was gathered; keep the last one if there was nothing."""
+        _, site = self.sites[name]
+        if self.source != BALANCE and site.outputs is not None:
+            Q = site.outputs.preconditioner(self.eps)
+            if Q is not None:
+                self.Q[name] = Q
+            site.outputs = None
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """From now on, steps of this optimizer see preconditioned gradients; `.grad` is theirs only meanwhile."""
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Matrices and what was gathered so far."""
+        gathered = {
+            name: site.outputs.state_dict() for name, (_, site) in self.sites.items() if site.outputs is not None
+        }
+        return {"source": self.source, "Q": dict(self.Q), "gathered": gathered}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave."""
+        self.Q = {name: Q.to(self.sites[name][0].pair(self.sites[name][1])[0].device) for name, Q in state["Q"].items()}
+        for _, site in self.sites.values():
+            site.outputs = None
+        for name, gathered in state["gathered"].items():
+            self.open(name)
+            outputs = self.sites[name][1].outputs
+            assert outputs is not None
+            outputs.load_state_dict(gathered)
+
+    def _per_example(self, examples: int) -> float:
+        scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
+        return examples / scale
+
+    def _draw(self, model: nn.Module, args: Any, output: Any) -> None:
+        """After a forward with open windows: backpropagate labels drawn from the model to every watched output."""
+        watched = [site.outputs for _, site in self.sites.values() if site.outputs is not None and site.outputs.pending]
+        pending = [(outputs, *entry) for outputs in watched for entry in outputs.pending or []]
+        for outputs in watched:
+            outputs.pending = []
+        if not pending:
+            return
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"gradient_whitening={self.source!r} needs a model whose output is one tensor of the distribution's "
+                f"parameters, got {type(output).__name__}; use gradient_whitening='empirical'"
+            )
+        with torch.random.fork_rng([output.device.index or 0] if output.device.type == "cuda" else []):
+            drawn = sampled_output_gradient(output.detach(), self.source)  # type: ignore[arg-type]
+        deltas = torch.autograd.grad(
+            output,
+            [entry[1] for entry in pending],
+            drawn.to(output.dtype),
+            retain_graph=True,
+            allow_unused=True,
+        )
+        for (outputs, _, groups, channels_at), delta in zip(pending, deltas, strict=True):
+            if delta is not None:
+                outputs.add(delta, groups, channels_at)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._precondition()
+            return None
+
+        def wrapped() -> Any:  # the gradients come to be inside the step
+            loss = closure()
+            self._precondition()
+            return loss
+
+        return (args[0], wrapped), {}
+
+    @torch.no_grad()
+    def _precondition(self) -> None:
+        for name, (layer, site) in self.sites.items():
+            if self.source == BALANCE and site.outputs is not None:
+                Q = site.outputs.preconditioner(self.eps)
+                if Q is not None:
+                    self.Q[name] = Q
+                site.outputs.decay(BALANCE_DECAY)
+            if name not in self.Q:
+                continue
+            for parameter, pack, unpack in _packings(layer, site):
+                if parameter.grad is not None:
+                    self._ordinary.append((parameter, parameter.grad))
+                    changed = parameter.grad.clone()
+                    part = site.part(changed)
+                    assert part is not None
+                    part.copy_(unpack(precondition(pack(part), self.Q[name])))
+                    parameter.grad = changed
+
+    def _after_step(self, *_: Any) -> None:
+        for parameter, gradient in reversed(self._ordinary):  # reversed: a parameter with three sites is met thrice
+            parameter.grad = gradient
+        self._ordinary = []
+
+
+def _packings(layer: WhitenedLayer, site: Site) -> list[tuple[Tensor, Any, Any]]:
+    weight, bias = layer.pair(site)
+    packings: list[tuple[Tensor, Any, Any]] = [(weight, site.layout.pack, site.layout.unpack)]
+    if bias is not None:
+        packings.append((bias, site.layout.pack_bias, lambda x: x.reshape(-1)))
+    return packings

@@ -1,0 +1,125 @@
+"""Statistics of backpropagated gradients: the paper's footnote `W = R^T V U`, and its scalar version.
+
+With delta the gradient of one example's loss with respect to a layer's output, `G = E[delta delta^T]` summed over
+positions, and `Q = R^T R = (G + damping)^-1`, whitening the gradients as well turns the step (nW, nb) into
+(Q nW, Q nb), in either form of the layer. `balance` takes `Q = 1 / mean(diag G)`: a number per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from prong.statistics import accumulation_dtype
+
+Distribution = Literal["categorical", "bernoulli", "gaussian"]
+GradientSource = Literal["empirical", "categorical", "bernoulli", "gaussian"]
+DISTRIBUTIONS: tuple[str, ...] = get_args(Distribution)
+GRADIENT_SOURCES: tuple[str, ...] = get_args(GradientSource)
+
+
+class OutputGradients:
+    """Second moments of per-example output gradients of one site: the matrix G, or only its mean diagonal.
+
+    An example is an entry of the first dimension; positions and tokens of one example are summed.
+
+    Shapes: total (groups, out, out), or (groups, 1, 1) when `scalar`.
+
+    Attributes:
+        scale: what turns a gradient of the training loss into one of an example's own loss, given the number of
+            examples: the mean over the batch is undone, and so is any loss scaling.
+        pending: outputs kept for a backward pass of our own (None: the training backward is listened to).
+    """
+
+    def __init__(
+        self, scalar: bool = False, scale: Callable[[int], float] | None = None, own_backward: bool = False
+    ) -> None:
+        self.scalar = scalar
+        self.scale = scale
+        self.total: Tensor | None = None
+        self.examples = 0.0
+        self.pending: list[tuple[Tensor, int, int]] | None = [] if own_backward else None
+
+    def watch(self, z: Tensor, groups: int, channels_at: int) -> None:
+        """See to it that the gradient of z arrives here."""
+        if self.pending is not None:
+            self.pending.append((z, groups, channels_at))
+        else:
+            z.register_hook(lambda delta: self.add(delta, groups, channels_at))
+
+    @torch.no_grad()
+    def add(self, delta: Tensor, groups: int, channels_at: int) -> None:
+        """Add the output gradients of a batch, shaped as the output."""
+        examples = delta.shape[0] if delta.dim() >= 1 - channels_at else 1
+        with torch.autocast(delta.device.type, enabled=False):
+            rows = torch.movedim(delta.detach(), channels_at, -1)
+            rows = rows.reshape(-1, groups, rows.shape[-1] // groups).transpose(0, 1)
+            rows = rows.to(accumulation_dtype(delta.dtype))
+            if self.scale is not None:
+                rows = rows * self.scale(examples)
+            if self.scalar:
+                second = rows.square().sum((1, 2), keepdim=True) / rows.shape[2]
+            else:
+                second = rows.mT @ rows
+        self.total = second if self.total is None else self.total + second
+        self.examples += examples
+
+    def decay(self, weight: float) -> None:
+        """Let everything seen so far count `weight` times as much."""
+        if self.total is not None:
+            self.total = self.total * weight
+            self.examples *= weight
+
+    def preconditioner(self, eps: float) -> Tensor | None:
+        """Q: the inverse of `G + eps tr(G)/out I`, or of its mean diagonal; None if nothing came or it is zero."""
+        if self.total is None or not torch.isfinite(self.total).all():
+            return None
+        G = self.total / self.examples
+        size = G.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+        if not (size > 0).all():
+            return None
+        if self.scalar:
+            return 1 / G
+        identity = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
+        L, info = torch.linalg.cholesky_ex((G + eps * size * identity).double())
+        return torch.cholesky_inverse(L).to(G.dtype) if not info.any() else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was gathered so far."""
+        return {"total": self.total, "examples": self.examples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave."""
+        self.total = None if state["total"] is None else state["total"].clone()
+        self.examples = float(state["examples"])
+
+
+def precondition(gradient: Tensor, Q: Tensor) -> Tensor:
+    """Q times a packed gradient (groups, out, ...), for Q (groups, out, out) or (groups, 1, 1)."""
+    flat = gradient.flatten(2) if gradient.dim() > 2 else gradient.unsqueeze(-1)
+    Q = Q.to(gradient.dtype)
+    return (flat * Q if Q.shape[-1] == 1 else Q @ flat).view(gradient.shape)
+
+
+@torch.no_grad()
+def sampled_output_gradient(output: Tensor, distribution: Distribution) -> Tensor:
+    """The gradient of -log p(y) with respect to the model's output, with y drawn from the model itself.
+
+    categorical   softmax(output) - onehot(y), classes where `F.cross_entropy` has them
+    bernoulli     sigmoid(output) - y, elementwise
+    gaussian      output - y = -noise of unit variance, elementwise
+    """
+    if distribution == "gaussian":
+        return torch.randn_like(output)
+    if distribution == "bernoulli":
+        p = output.sigmoid()
+        return p - torch.bernoulli(p)
+    classes_at = 0 if output.dim() == 1 else 1
+    p = output.softmax(classes_at)
+    rows = p.movedim(classes_at, -1)
+    y = torch.multinomial(rows.reshape(-1, rows.shape[-1]).float(), 1).view(rows.shape[:-1])
+    onehot = torch.zeros_like(rows).scatter_(-1, y.unsqueeze(-1), 1)
+    return p - onehot.movedim(-1, classes_at)

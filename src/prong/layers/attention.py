@@ -1,0 +1,114 @@
+"""nn.MultiheadAttention: the input projections of queries, keys and values are three sites of one layer.
+
+The output projection is a layer of its own (`out_proj`), with whose weights attention computes.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prong.layers.base import Explicit, Implicit, Site, WhitenedLayer, canonical_property
+from prong.layers.layout import Layout
+
+
+class _View:
+    """A layer seen with some of its attributes replaced, for torch's own forward to run on."""
+
+    def __init__(self, layer: nn.Module, **replaced: Any) -> None:
+        self.__dict__.update(replaced)
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+class AttentionKind(WhitenedLayer):
+    """Input projections, packed in `in_proj_weight` or separate where keys or values have a size of their own."""
+
+    embed_dim: int
+    batch_first: bool
+    dropout: float
+    out_proj: nn.Linear
+    _qkv_same_embed_dim: bool
+
+    @staticmethod
+    def make_sites(module: Any) -> tuple[Site, ...]:  # noqa: D102
+        size = module.embed_dim
+        bias = None if module.in_proj_bias is None else "in_proj_bias"
+        sites = []
+        for i, letter in enumerate("qkv"):
+            weight = "in_proj_weight" if module._qkv_same_embed_dim else f"{letter}_proj_weight"
+            features = {"q": size, "k": module.kdim, "v": module.vdim}[letter]
+            sites.append(Site(weight, bias, Layout((size, features)), slice(i * size, (i + 1) * size), letter))
+        return tuple(sites)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:  # noqa: D102
+        out = self.out_proj if isinstance(self.out_proj, WhitenedLayer) else None
+        for site, h in zip(self.sites, (query, key, value), strict=True):
+            self.observe(site, h)
+        projections = [self.effective(site) for site in self.sites]
+        out_site = None if out is None else out.sites[0]
+        out_pair = (self.out_proj.weight, self.out_proj.bias) if out is None else out.effective(out.sites[0])
+        W_out, b_out = out_pair
+        watched = any(site.outputs is not None for site in self.sites)
+        listening = out_site is not None and (
+            out_site.inputs is not None or out_site.spread is not None or out_site.outputs is not None
+        )
+
+        replaced: dict[str, Any] = {}
+        inputs = (query, key, value)
+        if watched:
+            # Project here, where the gradients can be seen, and let torch's own projections be the identity.
+            inputs = tuple(  # type: ignore[assignment]
+                self.watch(site, F.linear(h, W, b))
+                for site, h, (W, b) in zip(self.sites, inputs, projections, strict=True)
+            )
+            identity = torch.eye(self.embed_dim, dtype=inputs[0].dtype, device=query.device)
+            replaced |= dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), identity)
+            replaced |= {"in_proj_weight": None, "in_proj_bias": None, "_qkv_same_embed_dim": False}
+        else:
+            replaced |= self._input_projections(projections)
+        if listening:
+            identity = torch.eye(self.embed_dim, dtype=W_out.dtype, device=W_out.device)
+            replaced["out_proj"] = SimpleNamespace(weight=identity, bias=None)
+        else:
+            replaced["out_proj"] = SimpleNamespace(weight=W_out, bias=b_out)
+        if watched or listening:  # torch's fused path for evaluation knows nothing of our detours
+            replaced |= {"training": True, "dropout": self.dropout if self.training else 0.0}
+        plain_forward: Any = nn.MultiheadAttention.forward
+        z, weights = plain_forward(_View(self, **replaced), *inputs, *args, **options)
+        if listening and out is not None and out_site is not None:
+            out.observe(out_site, z)
+            z = out.watch(out_site, F.linear(z, W_out, b_out))
+        return z, weights
+
+    def _input_projections(self, projections: list[tuple[Tensor, Tensor | None]]) -> dict[str, Any]:
+        weights = [W for W, _ in projections]
+        biases = [b for _, b in projections if b is not None]
+        bias = torch.cat(biases) if biases else None
+        if self._qkv_same_embed_dim:
+            return {"in_proj_weight": torch.cat(weights), "in_proj_bias": bias}
+        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        return {"in_proj_weight": None, "in_proj_bias": bias, **dict(zip(names, weights, strict=True))}
+
+
+class ImplicitMultiheadAttention(Implicit, AttentionKind, nn.MultiheadAttention):
+    """nn.MultiheadAttention with natural gradients."""
+
+    plain = nn.MultiheadAttention
+
+
+class ExplicitMultiheadAttention(Explicit, AttentionKind, nn.MultiheadAttention):
+    """nn.MultiheadAttention in whitened coordinates."""
+
+    plain = nn.MultiheadAttention
+    in_proj_weight = canonical_property("in_proj_weight")  # type: ignore[assignment]
+    in_proj_bias = canonical_property("in_proj_bias")  # type: ignore[assignment]
+    q_proj_weight = canonical_property("q_proj_weight")  # type: ignore[assignment]
+    k_proj_weight = canonical_property("k_proj_weight")  # type: ignore[assignment]
+    v_proj_weight = canonical_property("v_proj_weight")  # type: ignore[assignment]

@@ -1,0 +1,323 @@
+"""What a layer gains by being whitened, whatever its kind; and what its two forms add."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from prong.gradients import OutputGradients
+from prong.layers.layout import Layout
+from prong.layers.natural import Switch, naturalize
+from prong.projection import Pair, to_canonical, to_whitened
+from prong.statistics import MeanSquare, Moments
+from prong.whitening import Basis, Whitening
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running (activation checkpointing runs forwards inside it)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Inputs(NamedTuple):
+    """A batch of inputs as samples: rows (groups, rows, in), rows of zeros that padding adds, examples."""
+
+    rows: Tensor
+    zeros: float
+    examples: int
+
+
+@dataclass
+class Site:
+    """One place where a weight meets its inputs. Most layers have one; attention's input projection has three.
+
+    Attributes:
+        weight: the name of the plain layer's parameter that holds the weight.
+        bias: the name of its bias, or None.
+        layout: how the weight, or this site's rows of it, is stored.
+        rows: the rows of weight and bias that belong to this site (None: all).
+        name: what to add to the layer's name, where a layer has several sites.
+        whitening: the current one; None is the identity.
+        inputs: where inputs are gathered while a window is open.
+        spread: where the mean square of the whitened inputs is gathered, for PRONG+.
+        outputs: where gradients with respect to the outputs are gathered, for gradient whitening.
+        label: the full name, for messages.
+        examples: how many examples the open window has seen.
+        training_only: whether forwards in eval mode without gradients are left out of the statistics.
+    """
+
+    weight: str
+    bias: str | None
+    layout: Layout
+    rows: slice | None = None
+    name: str = ""
+    whitening: Whitening | None = None
+    inputs: Moments | None = None
+    spread: MeanSquare | None = None
+    outputs: OutputGradients | None = None
+    label: str = ""
+    examples: float = 0.0
+    training_only: bool = True
+
+    def new_moments(self, like: Tensor) -> Moments:
+        """Empty statistics of this site's inputs."""
+        return Moments(self.layout.groups, self.layout.features, like.dtype, like.device)
+
+    def part(self, tensor: Tensor | None) -> Tensor | None:
+        """This site's rows of a weight, a bias, or anything of their shape; all of what is its alone."""
+        if tensor is None or self.rows is None or tensor.shape[0] == self.layout.shape[0]:
+            return tensor
+        return tensor[self.rows]
+
+    def packed(self, weight: Tensor, bias: Tensor | None) -> Pair:
+        """Weight-like and bias-like tensors as (groups, out, taps, in) and (groups, out)."""
+        W, b = self.part(weight), self.part(bias)
+        assert W is not None
+        return self.layout.pack(W), None if b is None else self.layout.pack_bias(b)
+
+    def unpacked(self, W: Tensor, b: Tensor | None) -> Pair:
+        """The inverse of `packed`, for this site's rows."""
+        return self.layout.unpack(W), None if b is None else b.reshape(-1)
+
+
+def _whitened_squares(rows: Tensor, zeros: float, whitening: Whitening) -> tuple[Tensor, float]:
+    """Sums of squares of U (h - c) over rows and padded zeros, (groups, in), and how many rows there were."""
+    assert whitening.U is not None
+    U, c = whitening.U, whitening.c
+    rows = rows.to(U.dtype)
+    with torch.autocast(rows.device.type, enabled=False):
+        x = (rows if c is None else rows - c.unsqueeze(1)) @ U.mT
+        squares = x.square().sum(1)
+        if zeros and c is not None:
+            squares = squares + zeros * (U @ c.unsqueeze(-1)).squeeze(-1).square()
+    return squares, rows.shape[1] + zeros
+
+
+class WhitenedLayer(nn.Module):
+    """A torch layer, changed in place by swapping its class, that knows the whitening of its inputs.
+
+    Whitening tensors are plain attributes that follow the layer across devices and dtypes. They are not buffers:
+    `state_dict` stays that of the plain layer, and DDP does not broadcast them at every forward.
+    """
+
+    form: ClassVar[str]
+    plain: ClassVar[type[nn.Module]]
+    centres: ClassVar[bool] = True  # whether a bias can absorb the mean of the inputs
+
+    sites: tuple[Site, ...]
+    switch: Switch
+    basis: Basis
+    max_positions: int | None
+    owner: object | None
+
+    @staticmethod
+    def make_sites(module: Any) -> tuple[Site, ...]:
+        """The sites of a plain layer of this kind."""
+        layout = Layout(tuple(module.weight.shape))
+        return (Site("weight", None if module.bias is None else "bias", layout),)
+
+    def parameter(self, name: str | None) -> Tensor | None:
+        """The trained tensor that stands where the plain layer has its parameter `name`."""
+        return None if name is None else getattr(self, name)
+
+    def pair(self, site: Site) -> tuple[Tensor, Tensor | None]:
+        """The trained tensors of a site's layer: whole, not this site's rows."""
+        weight = self.parameter(site.weight)
+        assert weight is not None
+        return weight, self.parameter(site.bias)
+
+    def centred(self, site: Site) -> bool:
+        """Whether this site's inputs are centred: only if a bias that may change can absorb the mean."""
+        bias = self.parameter(site.bias)
+        return self.centres and bias is not None and bias.requires_grad
+
+    def effective(self, site: Site) -> tuple[Tensor, Tensor | None]:
+        """(W, b) of a site in the plain layer's shapes, to compute with."""
+        raise NotImplementedError
+
+    def input_rows(self, site: Site, h: Tensor) -> Inputs:
+        """The inputs h as samples."""
+        rows = site.layout.rows(h, -1)
+        return Inputs(rows, 0.0, rows.shape[1])
+
+    def observe(self, site: Site, h: Tensor) -> None:
+        """Add inputs to whatever statistics are being gathered."""
+        if site.inputs is not None or site.spread is not None:
+            self._record(site, h)
+
+    @torch.compiler.disable  # statistics are Python objects; windows are short
+    def _record(self, site: Site, h: Tensor) -> None:
+        if in_backward():  # activation checkpointing runs the forward again: seen already
+            return
+        if site.training_only and not self.training and not torch.is_grad_enabled():  # evaluation between updates
+            return
+        with torch.no_grad():
+            self._add(site, *self.input_rows(site, h.detach()))
+
+    def _add(self, site: Site, rows: Tensor, zeros: float, examples: int) -> None:
+        if site.inputs is not None:
+            try:
+                site.inputs.add(rows)
+            except FloatingPointError as error:
+                raise FloatingPointError(
+                    f"layer {site.label!r}, while its statistics were gathered: {error}. "
+                    "Nothing of this batch was counted; look at the data and the learning rate."
+                ) from None
+            site.inputs.add_zeros(zeros)
+            site.examples += examples
+        if site.spread is not None and site.whitening is not None:
+            site.spread.add(*_whitened_squares(rows, zeros, site.whitening))
+
+    def watch(self, site: Site, z: Tensor, channels_at: int = -1) -> Tensor:
+        """The output z; its gradient goes to `site.outputs` when somebody asked for it."""
+        if site.outputs is not None and z.requires_grad:
+            self._watch(site.outputs, z, site.layout.groups, channels_at)
+        return z
+
+    @torch.compiler.disable
+    def _watch(self, outputs: OutputGradients, z: Tensor, groups: int, channels_at: int) -> None:
+        if not in_backward():
+            outputs.watch(z, groups, channels_at)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for site in self.sites:
+            if site.whitening is not None:
+                site.whitening = site.whitening.map(fn)
+            if site.inputs is not None:
+                weight, _ = self.pair(site)
+                moments = site.new_moments(weight)
+                moments.load_state_dict(site.inputs.state_dict())
+                site.inputs = moments
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy trains on its own: open windows and the optimizer stay with the original.
+        bare = {"inputs": None, "spread": None, "outputs": None, "examples": 0.0}
+        sites = tuple(Site(**{**vars(site), **bare}) for site in self.sites)
+        return {**self.__dict__, "sites": sites, "owner": None}
+
+
+class Implicit(WhitenedLayer):
+    """Canonical parameters, the plain forward, natural gradients in the backward."""
+
+    form = "implicit"
+
+    def effective(self, site: Site) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+        weight, bias = self.pair(site)
+        W, b = site.part(weight), site.part(bias)
+        assert W is not None
+        if site.whitening is None or self.switch.ordinary or not torch.is_grad_enabled():
+            return W, b
+        assert site.whitening.P is not None
+        return naturalize(W, b, site.whitening.P, site.whitening.c, site.layout, self.switch)
+
+
+TRAINED_NAME = {"weight": "V", "bias": "d"}
+
+
+def trained_name(name: str) -> str:
+    """The explicit form's name of a parameter: weight -> V, in_proj_bias -> in_proj_d."""
+    *prefix, last = name.split("_")
+    return "_".join([*prefix, TRAINED_NAME[last]])
+
+
+class Explicit(WhitenedLayer):
+    """Whitened parameters V, d, trained by any optimizer; U and c are constants of the layer.
+
+    `weight` and `bias` are the canonical W and b, and so is what `state_dict` holds: checkpoints of plain and
+    whitened models are the same. V and d are the plain layer's own Parameter objects with other values.
+    """
+
+    form = "explicit"
+
+    def parameter(self, name: str | None) -> Tensor | None:  # noqa: D102
+        return None if name is None else getattr(self, trained_name(name))
+
+    def effective(self, site: Site) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+        V, d = self.pair(site)
+        if site.whitening is None:
+            W = site.part(V)
+            assert W is not None
+            return W, site.part(d)
+        return site.unpacked(*to_canonical(*site.packed(V, d), site.whitening))
+
+    def canonical(self) -> dict[str, Tensor | None]:
+        """The plain layer's parameters by name."""
+        parts: dict[str, list[Tensor]] = {}
+        for site in self.sites:
+            W, b = self.effective(site)
+            parts.setdefault(site.weight, []).append(W)
+            if site.bias is not None and b is not None:
+                parts.setdefault(site.bias, []).append(b)
+        return {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in parts.items()}
+
+    @torch.no_grad()
+    def set_canonical(self, values: dict[str, Tensor]) -> None:
+        """Take new canonical parameters, projected with the current whitening.
+
+        Values that the layer already has are left alone, so that loading a checkpoint is exact to the bit after
+        V and d were loaded by the optimizer.
+        """
+        current = self.canonical()
+        if all(torch.equal(current[name].to(x), x) for name, x in values.items() if current[name] is not None):  # type: ignore[union-attr]
+            return
+        for site in self.sites:
+            trained = self.pair(site)
+            W, b = site.packed(values[site.weight], None if site.bias is None else values[site.bias])
+            if site.whitening is not None:
+                W, b = to_whitened(W, b, site.whitening)
+            for tensor, value in zip(trained, site.unpacked(W, b), strict=True):
+                if tensor is not None and value is not None:
+                    part = site.part(tensor)
+                    assert part is not None
+                    part.copy_(value)
+
+    @contextmanager
+    def _as_plain(self) -> Iterator[dict[str, nn.Parameter | None]]:
+        """For a while, hold canonical copies under the plain names, so torch's own code saves and loads them."""
+        trained = self._parameters
+        with torch.no_grad():
+            canonical = {
+                name: nn.Parameter(x.detach().clone()) for name, x in self.canonical().items() if x is not None
+            }
+        names = {trained_name(name): name for site in self.sites for name in (site.weight, site.bias) if name}
+        plain = {names.get(name, name): canonical.get(names.get(name, name), x) for name, x in trained.items()}
+        self._parameters = plain
+        try:
+            yield plain
+        finally:
+            self._parameters = trained
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        with self._as_plain():
+            super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        if local_metadata.get("assign_to_params_buffers", False):
+            raise RuntimeError(
+                "load_state_dict(assign=True) cannot replace the parameters of an explicitly whitened layer; "
+                "load with assign=False, or call prong.fold_(model) first"
+            )
+        errors: list[str] = args[-1]
+        before = len(errors)
+        with self._as_plain() as plain:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[no-untyped-call]
+        if len(errors) == before:
+            names = {name for site in self.sites for name in (site.weight, site.bias) if name}
+            self.set_canonical({name: x.detach() for name, x in plain.items() if name in names and x is not None})
+
+
+def canonical_property(name: str) -> property:
+    """A read-only attribute that gives the canonical tensor under its plain name."""
+
+    def get(self: Explicit) -> Tensor | None:
+        if trained_name(name) in self._parameters:
+            return self.canonical().get(name)
+        return self._parameters.get(name)
+
+    return property(get, doc=f"The canonical `{name}`, computed from the whitened parameters.")

@@ -1,0 +1,168 @@
+"""Convolutions, whitened across feature maps: every position of the padded map is a sample of its channels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prong.layers.base import Explicit, Implicit, Inputs, Site, WhitenedLayer, canonical_property
+from prong.layers.layout import Layout
+
+
+def thin(rows: Tensor, examples: int, max_positions: int | None) -> Tensor:
+    """At most `max_positions` evenly spaced rows per example, of rows (groups, rows, in)."""
+    if max_positions is None or rows.shape[1] <= max_positions * examples:
+        return rows
+    return rows[:, :: math.ceil(rows.shape[1] / (max_positions * examples))]
+
+
+class ConvKind(WhitenedLayer):
+    """Any stride, padding, padding mode, dilation and number of groups.
+
+    The raw map is padded first and centred and whitened after; padding the whitened map would change the function
+    at the borders. Padded zeros are therefore samples like any others, and are counted without being made.
+    """
+
+    padding_mode: str
+    kernel_size: tuple[int, ...]
+    _reversed_padding_repeated_twice: list[int]
+
+    @staticmethod
+    def make_sites(module: Any) -> tuple[Site, ...]:  # noqa: D102
+        layout = Layout(tuple(module.weight.shape), module.groups)
+        return (Site("weight", None if module.bias is None else "bias", layout),)
+
+    def input_rows(self, site: Site, h: Tensor) -> Inputs:  # noqa: D102
+        dims = len(self.kernel_size)
+        spatial = h.shape[-dims:]
+        examples = h.shape[0] if h.dim() == dims + 2 else 1
+        padding = self._reversed_padding_repeated_twice
+        zeros = 0.0
+        if any(padding) and self.padding_mode != "zeros":
+            h = F.pad(h, padding, mode=self.padding_mode)
+        elif any(padding):
+            padded = [n + padding[2 * i] + padding[2 * i + 1] for i, n in enumerate(reversed(spatial))]
+            zeros = float(math.prod(padded) - math.prod(spatial)) * examples
+        rows = site.layout.rows(h, -1 - dims)
+        kept = thin(rows, examples, self.max_positions)
+        return Inputs(kept, zeros * kept.shape[1] / max(rows.shape[1], 1), examples)
+
+    def forward(self, h: Tensor) -> Tensor:  # noqa: D102
+        (site,) = self.sites
+        self.observe(site, h)
+        W, b = self.effective(site)
+        z: Tensor = self._conv_forward(h, W, b)  # type: ignore[operator]
+        return self.watch(site, z, -1 - len(self.kernel_size))
+
+
+class ConvTransposeKind(WhitenedLayer):
+    """Transposed convolutions: the mean's share of the output depends on the position, so nothing is centred."""
+
+    centres = False
+    kernel_size: tuple[int, ...]
+
+    @staticmethod
+    def make_sites(module: Any) -> tuple[Site, ...]:  # noqa: D102
+        layout = Layout(tuple(module.weight.shape), module.groups, transposed=True)
+        return (Site("weight", None if module.bias is None else "bias", layout),)
+
+    def input_rows(self, site: Site, h: Tensor) -> Inputs:  # noqa: D102
+        dims = len(self.kernel_size)
+        examples = h.shape[0] if h.dim() == dims + 2 else 1
+        rows = thin(site.layout.rows(h, -1 - dims), examples, self.max_positions)
+        return Inputs(rows, 0.0, examples)
+
+    def forward(self, h: Tensor, output_size: list[int] | None = None) -> Tensor:  # noqa: D102
+        (site,) = self.sites
+        self.observe(site, h)
+        W, b = self.effective(site)
+        dims = len(self.kernel_size)
+        layer: Any = self
+        output_padding = layer._output_padding(
+            h, output_size, layer.stride, layer.padding, layer.kernel_size, dims, layer.dilation
+        )
+        convolve: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+        z: Tensor = convolve(h, W, b, layer.stride, layer.padding, output_padding, layer.groups, layer.dilation)
+        return self.watch(site, z, -1 - dims)
+
+
+class ImplicitConv1d(Implicit, ConvKind, nn.Conv1d):
+    """nn.Conv1d with natural gradients."""
+
+    plain = nn.Conv1d
+
+
+class ImplicitConv2d(Implicit, ConvKind, nn.Conv2d):
+    """nn.Conv2d with natural gradients."""
+
+    plain = nn.Conv2d
+
+
+class ImplicitConv3d(Implicit, ConvKind, nn.Conv3d):
+    """nn.Conv3d with natural gradients."""
+
+    plain = nn.Conv3d
+
+
+class ImplicitConvTranspose1d(Implicit, ConvTransposeKind, nn.ConvTranspose1d):
+    """nn.ConvTranspose1d with natural gradients."""
+
+    plain = nn.ConvTranspose1d
+
+
+class ImplicitConvTranspose2d(Implicit, ConvTransposeKind, nn.ConvTranspose2d):
+    """nn.ConvTranspose2d with natural gradients."""
+
+    plain = nn.ConvTranspose2d
+
+
+class ImplicitConvTranspose3d(Implicit, ConvTransposeKind, nn.ConvTranspose3d):
+    """nn.ConvTranspose3d with natural gradients."""
+
+    plain = nn.ConvTranspose3d
+
+
+class ExplicitConvolution(Explicit):
+    """What the explicit convolutions share."""
+
+    weight = canonical_property("weight")  # type: ignore[assignment]
+    bias = canonical_property("bias")  # type: ignore[assignment]
+
+
+class ExplicitConv1d(ExplicitConvolution, ConvKind, nn.Conv1d):
+    """nn.Conv1d in whitened coordinates."""
+
+    plain = nn.Conv1d
+
+
+class ExplicitConv2d(ExplicitConvolution, ConvKind, nn.Conv2d):
+    """nn.Conv2d in whitened coordinates."""
+
+    plain = nn.Conv2d
+
+
+class ExplicitConv3d(ExplicitConvolution, ConvKind, nn.Conv3d):
+    """nn.Conv3d in whitened coordinates."""
+
+    plain = nn.Conv3d
+
+
+class ExplicitConvTranspose1d(ExplicitConvolution, ConvTransposeKind, nn.ConvTranspose1d):
+    """nn.ConvTranspose1d in whitened coordinates."""
+
+    plain = nn.ConvTranspose1d
+
+
+class ExplicitConvTranspose2d(ExplicitConvolution, ConvTransposeKind, nn.ConvTranspose2d):
+    """nn.ConvTranspose2d in whitened coordinates."""
+
+    plain = nn.ConvTranspose2d
+
+
+class ExplicitConvTranspose3d(ExplicitConvolution, ConvTransposeKind, nn.ConvTranspose3d):
+    """nn.ConvTranspose3d in whitened coordinates."""
+
+    plain = nn.ConvTranspose3d

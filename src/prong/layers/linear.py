@@ -1,0 +1,57 @@
+"""nn.Linear, and the output projection of attention, which is one."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from prong.layers.base import Explicit, Implicit, canonical_property
+from prong.layers.natural import natural_linear
+
+
+class ImplicitLinear(Implicit, nn.Linear):
+    """nn.Linear with natural gradients."""
+
+    plain = nn.Linear
+
+    def forward(self, h: Tensor) -> Tensor:  # noqa: D102
+        (site,) = self.sites
+        self.observe(site, h)
+        if site.whitening is None or self.switch.ordinary:
+            return self.watch(site, F.linear(h, self.weight, self.bias))
+        assert site.whitening.P is not None
+        z = natural_linear(h, self.weight, self.bias, site.whitening.P, site.whitening.c, self.switch)
+        return self.watch(site, z)
+
+
+class ExplicitLinear(Explicit, nn.Linear):
+    """z = V U (h - c) + d."""
+
+    plain = nn.Linear
+    weight = canonical_property("weight")  # type: ignore[assignment]
+    bias = canonical_property("bias")  # type: ignore[assignment]
+
+    def forward(self, h: Tensor) -> Tensor:  # noqa: D102
+        (site,) = self.sites
+        self.observe(site, h)
+        V, d = self.pair(site)
+        if site.whitening is not None and h.numel() // max(h.shape[-1], 1) < V.shape[0]:
+            # Fewer rows than outputs: whitening the activations costs less than forming W = V U.
+            assert site.whitening.U is not None
+            x = F.linear(h if site.whitening.c is None else h - site.whitening.c[0], site.whitening.U[0])
+            return self.watch(site, F.linear(x, V, d))
+        W, b = self.effective(site)
+        return self.watch(site, F.linear(h, W, b))
+
+
+class ImplicitOutProjection(ImplicitLinear, NonDynamicallyQuantizableLinear):
+    """Attention's output projection: attention computes with its weights and never calls it."""
+
+    plain = NonDynamicallyQuantizableLinear
+
+
+class ExplicitOutProjection(ExplicitLinear, NonDynamicallyQuantizableLinear):
+    """Attention's output projection in whitened coordinates."""
+
+    plain = NonDynamicallyQuantizableLinear

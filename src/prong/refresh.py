@@ -1,0 +1,146 @@
+"""Re-estimate and reproject: lines 6 to 11 of Algorithm 1, once. All or nothing; the function stays."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from prong.estimation import Forward, gathering, run_batches, undisturbed
+from prong.injection import check_model, whitened_sites
+from prong.layers import Explicit, Site, WhitenedLayer, in_backward
+from prong.projection import Transition
+from prong.statistics import Moments, accumulation_dtype
+from prong.transport import Update, plan_parameters, plan_state, reset_state, transports_of
+from prong.whitening import Whitening, WhiteningError, check_eps, whiten
+
+OnRefresh = Literal["transport", "reset"]
+
+
+def refresh_(
+    model: nn.Module,
+    batches: Iterable[Any],
+    eps: float = 1e-2,
+    *,
+    samples: int | None = None,
+    optimizer: Optimizer | None = None,
+    forward: Forward | None = None,
+) -> nn.Module:
+    """Estimate every whitened layer's inputs from batches, and change coordinates so that they are white.
+
+    The network's function, gradients, random state, train/eval mode and other buffers stay as they are.
+
+    Args:
+        model: a model with whitened layers (`whiten_`).
+        batches: an iterable of batches (a DataLoader will do), or one tensor.
+        eps: damping, added to every eigenvalue of the covariance.
+        samples: stop after so many examples.
+        optimizer: whose state for whitened parameters is carried along (explicit form); not needed where the
+            model is trained by `PRONG` or has a `Refresher`.
+        forward: how to run the model on a batch; default `model(batch)`, `model(batch[0])` or `model(**batch)`.
+
+    Raises:
+        ValueError: nothing whitened, bad eps, batches the model cannot take, fewer than two samples.
+        FloatingPointError: NaN or infinite activations; the message names the layer.
+    """
+    check_model(model)
+    check_eps(eps)
+    check_between_updates()
+    sites = require_whitened(model)
+    with undisturbed(model), gathering(model) as moments:
+        run_batches(model, batches, samples, forward)
+    owners = {layer.owner for layer, _ in sites.values() if layer.owner is not None}
+    on_refresh: OnRefresh = "transport"
+    for owner in owners:
+        optimizer = optimizer or getattr(owner, "optimizer", None)
+        on_refresh = getattr(owner, "on_refresh", on_refresh)
+    rewhiten_(sites, moments, eps, optimizer, on_refresh)
+    return model
+
+
+def require_whitened(model: nn.Module) -> dict[str, tuple[WhitenedLayer, Site]]:
+    """The whitened sites of a model that must have some."""
+    sites = whitened_sites(model)
+    if not sites:
+        raise ValueError("this model has no whitened layers; call prong.whiten_(model) first")
+    return sites
+
+
+def check_between_updates() -> None:
+    """Refuse to change coordinates while a backward pass runs."""
+    if in_backward():
+        raise RuntimeError("a refresh during a backward pass would mix two coordinate systems; refresh between updates")
+
+
+def rewhiten_(
+    sites: Mapping[str, tuple[WhitenedLayer, Site]],
+    moments: Mapping[str, Moments],
+    eps: float,
+    optimizer: Optimizer | None = None,
+    on_refresh: OnRefresh = "transport",
+) -> None:
+    """Give sites the whitening of these moments. Sites without samples keep the one they have."""
+    seen = {name: m for name, m in moments.items() if m.count > 0}
+    if not seen:
+        raise ValueError("no whitened layer saw any input; did the model run on the batches?")
+    new: dict[str, Whitening] = {}
+    for name, m in seen.items():
+        layer, site = sites[name]
+        try:
+            new[name] = whiten(m, eps, layer.basis if isinstance(layer, Explicit) else None, layer.centred(site))
+        except WhiteningError as error:
+            warnings.warn(f"layer {name!r} keeps its last whitening: {error}", stacklevel=3)
+        except (ValueError, FloatingPointError) as error:
+            raise type(error)(f"layer {name!r}: {error}") from None
+        else:
+            if new[name].eps != eps:
+                warnings.warn(f"layer {name!r}: damping was raised from {eps:g} to {new[name].eps:g}", stacklevel=3)
+    assign_({name: (*sites[name], whitening) for name, whitening in new.items()}, optimizer, on_refresh)
+
+
+@torch.no_grad()
+def assign_(
+    whitenings: Mapping[str, tuple[WhitenedLayer, Site, Whitening]],
+    optimizer: Optimizer | None = None,
+    on_refresh: OnRefresh = "transport",
+    transitions: Mapping[str, Transition] | None = None,
+) -> None:
+    """Change coordinates: compute everything, check that it is finite, then assign.
+
+    `transitions` gives the change of coordinates where it is known to be simpler than two matrices (PRONG+).
+    """
+    updates: list[Update] = []
+    resets: list[tuple[WhitenedLayer, Site]] = []
+    for name, (layer, site, new) in whitenings.items():
+        reset = on_refresh == "reset" or (optimizer is not None and transports_of(optimizer) is None)
+        if reset:
+            resets.append((layer, site))
+        if not isinstance(layer, Explicit):
+            continue
+        if transitions is None:
+            precise = accumulation_dtype(layer.pair(site)[0].dtype)
+            old = None if site.whitening is None else site.whitening.map(lambda x, dtype=precise: x.to(dtype))  # type: ignore[misc]
+            transition = Transition.between(old, new)
+        else:
+            transition = transitions[name]
+        planned = plan_parameters(layer, site, transition)
+        if optimizer is not None and not reset:
+            planned += plan_state(optimizer, layer, site, transition)
+        if not all(torch.isfinite(value).all() for _, value in planned):
+            raise FloatingPointError(
+                f"layer {name!r}: its parameters or optimizer state would not be finite in the new coordinates. "
+                "Nothing was changed; a larger eps helps."
+            )
+        updates += planned
+    for target, value in updates:
+        target.copy_(value)
+    for layer, site, new in whitenings.values():
+        weight, _ = layer.pair(site)
+        site.whitening = new.map(lambda x, dtype=weight.dtype: x.to(dtype))  # type: ignore[misc]
+    if optimizer is not None:
+        for layer, site in resets:
+            reset_state(optimizer, layer, site)

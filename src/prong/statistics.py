@@ -1,0 +1,175 @@
+"""Mean and second moment of a layer's input, gathered batch by batch; activations are not kept.
+
+Everything is held per group, as a grouped convolution has one block of inputs per group: a batch is
+(groups, rows, in). Ordinary layers have one group.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums over values of `dtype` are kept: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Moments:
+    """Count, mean and scatter of the rows seen so far.
+
+        mean = 1/n sum_i h_i          scatter = sum_i (h_i - mean)(h_i - mean)^T
+
+    Batches are merged by the exact update of Chan, Golub and LeVeque (1979): any split and order of the
+    rows gives the moments of one pass, up to rounding. While there are fewer rows than inputs, the scatter
+    is held as a thin `factor` with `scatter = factor^T factor`, which is smaller and which lets the
+    whitening be computed through a small Gram matrix.
+
+    Shapes: mean (groups, in), scatter (groups, in, in), factor (groups, rows, in).
+    """
+
+    def __init__(
+        self,
+        groups: int,
+        features: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.count = 0.0
+        self.mean = torch.zeros(groups, features, dtype=accumulation_dtype(dtype), device=device)
+        self._dense: Tensor | None = None
+        self._factors: list[Tensor] = []
+
+    @torch.no_grad()
+    def add(self, rows: Tensor) -> None:
+        """Add a batch of rows (groups, rows, in).
+
+        Raises:
+            ValueError: if the shape is wrong.
+            FloatingPointError: if a value is NaN or infinite; nothing has been added then.
+        """
+        groups, features = self.mean.shape
+        if rows.dim() != 3 or rows.shape[0] != groups or rows.shape[2] != features:
+            raise ValueError(
+                f"expected rows of shape ({groups}, any, {features}), got {tuple(rows.shape)}. "
+                "Statistics belong to one layer's own inputs."
+            )
+        if rows.shape[1] == 0:
+            return
+        # Autocast would do the sums in half precision.
+        with torch.autocast(rows.device.type, enabled=False):
+            rows = rows.to(self.mean.dtype)
+            mean = rows.mean(1)
+            if not torch.isfinite(mean).all():  # a single NaN or inf anywhere makes its mean so
+                raise FloatingPointError("the inputs contain NaN or infinite values")
+            self._merge(rows.shape[1], mean, factor=rows - mean.unsqueeze(1))
+
+    @torch.no_grad()
+    def add_zeros(self, count: float) -> None:
+        """Add `count` rows of zeros, as zero padding does, without making them."""
+        if count > 0:
+            self._merge(count, torch.zeros_like(self.mean))
+
+    @torch.no_grad()
+    def merge(self, other: Moments) -> None:
+        """Add everything `other` has seen."""
+        if other.mean.shape != self.mean.shape:
+            raise ValueError(f"moments of shape {tuple(other.mean.shape)} do not merge with {tuple(self.mean.shape)}")
+        if other.count > 0:
+            self._merge(other.count, other.mean, factor=other.factor, scatter=other._dense)
+
+    @torch.no_grad()
+    def decay(self, weight: float) -> None:
+        """Let everything seen so far count `weight` times as much (0 <= weight <= 1)."""
+        self.count *= weight
+        if self._dense is not None:
+            self._dense.mul_(weight)
+        self._factors = [factor * math.sqrt(weight) for factor in self._factors]
+
+    @property
+    def factor(self) -> Tensor | None:
+        """The thin factor of the scatter, or None once there are as many rows as inputs."""
+        if self._dense is not None:
+            return None
+        if not self._factors:
+            return self.mean.new_zeros(self.mean.shape[0], 0, self.mean.shape[1])
+        if len(self._factors) > 1:
+            self._factors = [torch.cat(self._factors, dim=1)]
+        return self._factors[0]
+
+    @property
+    def scatter(self) -> Tensor:
+        """The sum of outer products of the centred rows."""
+        if self._dense is not None:
+            return self._dense
+        factor = self.factor
+        assert factor is not None
+        return factor.mT @ factor
+
+    def covariance(self, centred: bool = True) -> Tensor:
+        """Sigma = E[(h-c)(h-c)^T] with c the mean, or E[h h^T] (c = 0) when not centred."""
+        Sigma = self.scatter / self.count
+        if not centred:
+            Sigma = Sigma + self.mean.unsqueeze(2) * self.mean.unsqueeze(1)
+        return Sigma
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as tensors and numbers."""
+        kind, value = ("scatter", self._dense) if self._dense is not None else ("factor", self.factor)
+        assert value is not None
+        return {"count": self.count, "mean": self.mean.clone(), kind: value.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave."""
+        if state["mean"].shape != self.mean.shape:
+            raise ValueError(
+                f"these statistics are of shape {tuple(state['mean'].shape)}, the layer's are {tuple(self.mean.shape)}"
+            )
+        self.count = float(state["count"])
+        self.mean = state["mean"].to(self.mean, copy=True)
+        self._dense = state["scatter"].to(self.mean, copy=True) if "scatter" in state else None
+        self._factors = [state["factor"].to(self.mean, copy=True)] if "factor" in state else []
+
+    def _merge(self, count: float, mean: Tensor, factor: Tensor | None = None, scatter: Tensor | None = None) -> None:
+        """Merge a part whose scatter is `scatter` or `factor^T factor` (neither: zero)."""
+        total = self.count + count
+        delta = mean - self.mean
+        parts = [] if factor is None else [factor]
+        if self.count > 0:  # the two means differ: one more row, of the weight that the formula gives
+            parts.append(math.sqrt(self.count * count / total) * delta.unsqueeze(1))
+        held = sum(part.shape[1] for part in (*self._factors, *parts))
+        if self._dense is None and scatter is None and held < self.mean.shape[1]:
+            self._factors.extend(parts)
+        else:
+            if self._dense is None:
+                parts = [*self._factors, *parts]
+                self._dense = self.mean.new_zeros(*self.mean.shape, self.mean.shape[1])
+                self._factors = []
+            for part in parts:
+                self._dense.baddbmm_(part.mT, part)
+            if scatter is not None:
+                self._dense.add_(scatter)
+        self.mean = self.mean + delta * (count / total)
+        self.count = total
+
+
+class MeanSquare:
+    """A mean of squares, from sums over batches."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self.count = 0.0
+
+    def add(self, squares: Tensor, count: float) -> None:
+        """Add sums of squares over `count` rows."""
+        self.total = squares if self.total is None else self.total + squares
+        self.count += count
+
+    def take(self) -> Tensor | None:
+        """The mean square since the last call, or None if there was nothing."""
+        mean = None if self.total is None or self.count == 0 else self.total / self.count
+        self.total, self.count = None, 0.0
+        return mean

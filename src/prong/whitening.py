@@ -1,0 +1,166 @@
+"""From moments and damping to a whitening. Factorisations live only here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from prong.statistics import Moments
+
+Basis = Literal["pca", "zca", "cholesky"]
+BASES: tuple[str, ...] = get_args(Basis)
+
+
+class WhiteningError(ArithmeticError):
+    """No rung of the ladder gave a finite whitening."""
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """A centre c and a matrix U with `U (Sigma + eps I) U^T = I`, or only `P = U^T U`.
+
+    The explicit form of a layer needs `U` and `U_inv`, the implicit one `P = (Sigma + eps I)^-1`; what is not
+    needed is None. `c` is None where inputs are not centred. `eps` is the damping that was really used.
+
+    Shapes: c (groups, in); U, U_inv, P (groups, in, in).
+    """
+
+    c: Tensor | None
+    eps: float
+    U: Tensor | None = None
+    U_inv: Tensor | None = None
+    P: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Whitening:
+        """The same whitening with `function` applied to every tensor."""
+        return Whitening(**{name: function(x) if isinstance(x, Tensor) else x for name, x in self.items()})
+
+    def items(self) -> list[tuple[str, Tensor | float | None]]:
+        """Names and values."""
+        return [(field.name, getattr(self, field.name)) for field in fields(self)]
+
+    def is_finite(self) -> bool:
+        """Whether no tensor holds NaN or infinity."""
+        return all(bool(torch.isfinite(x).all()) for _, x in self.items() if isinstance(x, Tensor))
+
+
+def check_eps(eps: float) -> None:
+    """Refuse a damping that is not a positive finite number."""
+    if isinstance(eps, bool) or not isinstance(eps, int | float):
+        raise TypeError(f"eps is a number, got {type(eps).__name__}")
+    if not (math.isfinite(eps) and eps > 0):
+        raise ValueError(
+            f"eps must be positive and finite, got {eps}. "
+            "It bounds the step in directions with no variance; 1e-2 is a common choice."
+        )
+
+
+def check_basis(basis: str) -> None:
+    """Refuse an unknown basis."""
+    if basis not in BASES:
+        raise ValueError(f"basis is one of {', '.join(BASES)}, got {basis!r}")
+
+
+def whiten(moments: Moments, eps: float, basis: Basis | None = None, centred: bool = True) -> Whitening:
+    """The whitening of inputs with these moments: U and U^-1 in a basis, or P alone when `basis` is None.
+
+    With `Sigma + eps I = E diag(lam + eps) E^T = L L^T`
+
+        pca        U = diag(lam + eps)^-1/2 E^T      the paper's formula, largest eigenvalue first
+        zca        U = E diag(lam + eps)^-1/2 E^T
+        cholesky   U = L^-1
+        None       P = (Sigma + eps I)^-1
+
+    and every inverse comes from the same factorisation. On failure the ladder is climbed: the moments' own
+    precision, then float64, then ten and a hundred times the damping (`Whitening.eps` tells).
+
+    Raises:
+        ValueError: fewer than two rows, or eps not positive.
+        FloatingPointError: moments that are not finite.
+        WhiteningError: if no rung gave a finite result.
+    """
+    check_eps(eps)
+    if basis is not None:
+        check_basis(basis)
+    if moments.count < 2:
+        raise ValueError(f"a covariance needs at least 2 samples, got {moments.count:g}. Give more or larger batches.")
+    factor = moments.factor
+    if factor is not None and not centred:  # the mean is one more direction of the second moment
+        factor = torch.cat([factor, math.sqrt(moments.count) * moments.mean.unsqueeze(1)], dim=1)
+    low_rank = factor is not None and basis in (None, "zca") and factor.shape[1] < moments.mean.shape[1]
+    X = factor / math.sqrt(moments.count) if low_rank and factor is not None else moments.covariance(centred)
+    if not torch.isfinite(X).all():
+        raise FloatingPointError("the second moments are not finite: the inputs are too large to square")
+    factorise = _low_rank if low_rank else _eigenbasis if basis in ("pca", "zca") else _cholesky
+    for dtype, damping in (
+        (X.dtype, eps),
+        (torch.float64, eps),
+        (torch.float64, 10 * eps),
+        (torch.float64, 100 * eps),
+    ):
+        try:
+            matrices = factorise(X.to(dtype), damping, basis)
+        except torch.linalg.LinAlgError:
+            continue
+        c = moments.mean.clone() if centred else None
+        whitening = Whitening(c, damping, **matrices).map(lambda x: x.to(X.dtype))
+        if whitening.is_finite():
+            return whitening
+    raise WhiteningError(
+        f"no factorisation of the {X.shape[-1]} x {X.shape[-1]} covariance succeeded, "
+        f"even with damping {100 * eps:g}; its largest entry is {X.abs().max().item():.3g}, "
+        f"from {moments.count:g} samples"
+    )
+
+
+def _cholesky(Sigma: Tensor, eps: float, basis: Basis | None) -> dict[str, Tensor]:
+    """P, or U = L^-1 and U^-1 = L, from the Cholesky factor of the damped covariance."""
+    damped = Sigma.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(eps)
+    L = torch.linalg.cholesky(damped)
+    if basis is None:
+        return {"P": torch.cholesky_inverse(L)}
+    identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
+    return {"U": torch.linalg.solve_triangular(L, identity, upper=False), "U_inv": L}
+
+
+def _eigenbasis(Sigma: Tensor, eps: float, basis: Basis | None) -> dict[str, Tensor]:
+    """U and U^-1 from an eigendecomposition, largest eigenvalue first."""
+    lam, E = torch.linalg.eigh(Sigma)
+    lam, E = lam.flip(-1), E.flip(-1)
+    # Rounding leaves eigenvalues of a singular Sigma slightly below zero; the true ones are not.
+    root = (lam.clamp(min=0) + eps).sqrt().unsqueeze(-2)
+    U_t, U_inv = E / root, E * root
+    if basis == "pca":
+        return {"U": U_t.mT.contiguous(), "U_inv": U_inv}
+    return {"U": U_t @ E.mT, "U_inv": U_inv @ E.mT}
+
+
+def _low_rank(factor: Tensor, eps: float, basis: Basis | None) -> dict[str, Tensor]:
+    """P, or the ZCA U and U^-1, of `Sigma = factor^T factor` through the Gram matrix (rows, rows).
+
+    With `factor factor^T = Q diag(lam) Q^T` and orthonormal `E = factor^T Q diag(lam)^-1/2`, any function f has
+    f(Sigma + eps I) = f(eps) I + E diag(f(lam + eps) - f(eps)) E^T.
+
+    The differences cancel where lam >> eps, hence float64 whatever came in.
+    """
+    factor = factor.double()
+    lam, Q = torch.linalg.eigh(factor @ factor.mT)
+    # Directions below rounding are noise; leaving them out treats them as without variance, which they are.
+    floor = lam.amax(-1, keepdim=True).clamp(min=0) * lam.shape[-1] * torch.finfo(lam.dtype).eps
+    real = lam > floor
+    lam = lam.where(real, torch.ones_like(lam))
+    E = (factor.mT @ Q) * (real / lam.sqrt()).unsqueeze(-2)
+
+    def of_sigma(power: float) -> Tensor:
+        base = eps**power
+        result = (E * ((lam + eps) ** power - base).unsqueeze(-2)) @ E.mT
+        result.diagonal(dim1=-2, dim2=-1).add_(base)
+        return result
+
+    return {"P": of_sigma(-1.0)} if basis is None else {"U": of_sigma(-0.5), "U_inv": of_sigma(0.5)}
