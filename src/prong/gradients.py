@@ -48,7 +48,7 @@ class OutputGradients:
         if self.pending is not None:
             self.pending.append((z, groups, channels_at))
         else:
-            z.register_hook(lambda delta: self.add(delta, groups, channels_at))
+            z.register_hook(lambda delta: self.add(delta, groups, channels_at))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def add(self, delta: Tensor, groups: int, channels_at: int) -> None:
@@ -60,10 +60,7 @@ class OutputGradients:
             rows = rows.to(accumulation_dtype(delta.dtype))
             if self.scale is not None:
                 rows = rows * self.scale(examples)
-            if self.scalar:
-                second = rows.square().sum((1, 2), keepdim=True) / rows.shape[2]
-            else:
-                second = rows.mT @ rows
+            second = rows.square().mean(2).sum(1)[:, None, None] if self.scalar else rows.mT @ rows
         self.total = second if self.total is None else self.total + second
         self.examples += examples
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from prong.estimation import Forward, as_batches, gathering, run_batches, undisturbed
+from prong.estimation import Forward, as_batches, call_model, gathering, run_batches, undisturbed
 from prong.injection import check_model, fold_, whiten_, whitened_sites
 from prong.layers import Explicit, Site, WhitenedLayer
 from prong.projection import to_canonical
@@ -125,12 +126,8 @@ def _next_inputs(
             raise _Reached
 
     def run(model: nn.Module, batch: Any) -> None:
-        from prong.estimation import call_model
-
-        try:
+        with suppress(_Reached):
             (forward or call_model)(model, batch)
-        except _Reached:
-            pass
 
     with undisturbed(model), gathering(model, waiting) as moments:
         handles = [layer.register_forward_hook(stop) for layer in {id(x): x for x, _ in waiting.values()}.values()]
@@ -181,3 +178,6 @@ def _refresh(model: nn.Module, batches: Iterable[Any], eps: float, forward: Forw
     with undisturbed(model), gathering(model) as moments:
         run_batches(model, batches, None, forward)
     rewhiten_(sites, moments, eps)
+    for name, (_, site) in sites.items():
+        if site.inputs is not None:  # an open window begins with what was seen here
+            site.inputs = moments[name]

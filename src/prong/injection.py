@@ -79,7 +79,7 @@ def whiten_(
 
 
 def fold_(model: nn.Module) -> nn.Module:
-    """Make every whitened layer a plain torch layer again, in place; function, class and parameter objects as before."""
+    """Make every whitened layer a plain torch layer again, in place; function and parameter objects stay."""
     check_model(model)
     for _, layer in list(whitened_layers(model)):
         if isinstance(layer, Explicit):

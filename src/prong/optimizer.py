@@ -12,7 +12,7 @@ from prong.estimation import Forward
 from prong.gradient_whitening import BALANCE, GradientWhitening, LossScale
 from prong.gradients import GradientSource
 from prong.initialization import Scheme, fan_in_, initialize_
-from prong.injection import Form, check_model, whiten_, whitened_layers
+from prong.injection import Form, check_model, fold_, whiten_, whitened_layers
 from prong.refresh import OnRefresh, require_whitened
 from prong.schedule import Refresher, Source
 
@@ -26,9 +26,9 @@ class PRONG(torch.optim.SGD):
     1, 2, 4, ..., `period` and then every `period`-th. Parameters outside whitened layers are trained by plain SGD.
     Before the first refresh this is `torch.optim.SGD`, bit for bit.
 
-    Weight decay adds `weight_decay * parameter` to the gradient as SGD does, after it was made natural: of W and b in the
-    implicit form, of V and d in the explicit one. In canonical terms the first is `W -= lr wd W, b -= lr wd b`, the
-    second `W -= lr wd W, b -= lr wd (b + ...)` with the decay of d = b + W c: they differ in the bias alone.
+    Weight decay adds `weight_decay * parameter` to the gradient as SGD does, after it was made natural. That is L2
+    decay in whitened coordinates; as `b = d - W c` is linear in them, decaying (V, d) is decaying (W, b), and both
+    forms do `W -= lr wd W, b -= lr wd b`. (They differ if the bias alone is put in a group without decay.)
 
     Args:
         model: the model to train. If some of its layers are whitened already, those are used and no others.
@@ -110,8 +110,6 @@ class PRONG(torch.optim.SGD):
             )
         except BaseException:
             if not whitened:
-                from prong.injection import fold_
-
                 fold_(model)
             raise
         if gradients is not None:

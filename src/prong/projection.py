@@ -34,7 +34,7 @@ def against(X: Tensor, c: Tensor) -> Tensor:
 
 
 def outer(x: Tensor, c: Tensor) -> Tensor:
-    """x c^T for every tap at once, shape (groups, out, 1, in)."""
+    """The outer product x c^T for every tap at once, shape (groups, out, 1, in)."""
     return x[:, :, None, None] * c[:, None, None, :]
 
 
@@ -126,10 +126,9 @@ def transport_gradient(gV: Tensor, gd: Tensor | None, transition: Transition) ->
 def transport_square(sV: Tensor, sd: Tensor | None, transition: Transition) -> Pair:
     """Mean squares of gradients in the new coordinates, entries taken as uncorrelated.
 
-    `transport_gradient` with every coefficient squared; exact when M is diagonal and there is no shift.
+    `transport_gradient` with the entries of M^-T squared; exact when M is diagonal. The shift is left out: gV and gd are
+    anything but uncorrelated, and adding their squares measurably overestimates (docs/log.md).
     """
-    if sd is not None and transition.shift is not None:
-        sV = sV + outer(sd, transition.shift.square())
     return times(sV, _transposed(transition.M_inv.square())), sd
 
 

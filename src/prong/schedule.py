@@ -39,8 +39,9 @@ class Refresher:
         period: updates between refreshes, the paper's T.
         samples: examples per refresh, the paper's N_s. Rows count for linear layers and attention (tokens), images
             for convolutions.
-        source: "window": the training forwards just before a refresh; "ema": all of them, forgotten at a rate that
-            leaves `samples`; or an iterable of batches (a loader) to run the model on, as the paper does.
+        source: "window": the training forwards just before a refresh (where refreshes are closer than a window is
+            long, older ones fade); "ema": all forwards, forgotten at a rate that leaves `samples`; or an iterable of
+            batches (a loader) to run the model on, as the paper does.
         on_refresh: "transport" the optimizer's momentum exactly, or "reset" it, as the paper did.
         plus: PRONG+: after each update, rescale by the standard deviation of the whitened activations.
         gradients: whitening of gradients, if wanted.
@@ -92,14 +93,17 @@ class Refresher:
     def refresh(self, batches: Iterable[Any] | None = None) -> None:
         """Refresh now, from `batches`, the loader, or what the windows hold."""
         check_between_updates()
-        if batches is None and isinstance(self.source, str):
-            self._refresh_from_windows()
-            return
         batches = self.source if batches is None else batches
-        assert not isinstance(batches, str)
-        with undisturbed(self.model), gathering(self.model) as moments:
-            run_batches(self.model, batches, self.samples)
-        rewhiten_(self.sites, moments, self.eps, self.optimizer, self.on_refresh)
+        if isinstance(batches, str):
+            self._refresh_from_windows()
+            self._open_windows()
+        else:
+            with undisturbed(self.model), gathering(self.model) as moments:
+                run_batches(self.model, batches, self.samples)
+            rewhiten_(self.sites, moments, self.eps, self.optimizer, self.on_refresh)
+        for _, site in self.sites.values():
+            if site.spread is not None:
+                site.spread.take()  # measured in the old coordinates
 
     def next_refresh(self) -> int:
         """The update after which the next refresh comes."""
@@ -215,11 +219,9 @@ class Refresher:
         self.updates += 1
         if due:
             self.refresh()
-        elif self.plus:
+            return
+        if self.plus:
             self._rescale()
-        for _, site in self.sites.values():
-            if site.spread is not None and due:
-                site.spread.take()  # of the old coordinates
         if isinstance(self.source, str):
             self._open_windows()
 
@@ -236,37 +238,44 @@ class Refresher:
             return
         rewhiten_(self.sites, ready, self.eps, self.optimizer, self.on_refresh)
         for name in ready:
-            _, site = self.sites[name]
-            length = self.updates - self._window_start[name]
-            if length > 0:
-                self._rates[name] = max(site.examples, 1.0) / length
-            if self.gradients is not None:
-                self.gradients.close(name)
-            if self.source == "window":
-                site.inputs = None
-                site.examples = 0.0
+            self._close_window(name)
+
+    def _close_window(self, name: str) -> None:
+        """Begin the next window: empty, or with what is still recent where the next one overlaps this one."""
+        _, site = self.sites[name]
+        if self.gradients is not None:
+            self.gradients.close(name)
+        length = self.updates - self._window_start[name]
+        if length > 0 and site.examples > 0:
+            self._rates[name] = site.examples / length
+        if self.source == "window" and not self._window_is_due(name):
+            site.inputs = None
+        elif self.source == "window":
+            self._forget(name)
+        site.examples = 0.0
+        self._window_start[name] = self.updates
+
+    def _window_is_due(self, name: str) -> bool:
+        """Whether a window of `samples` examples that ends at the next refresh has begun."""
+        rate = self._rates.get(name)
+        return rate is None or math.ceil(self.samples / rate) >= self.next_refresh() - self.updates
 
     def _open_windows(self) -> None:
-        ahead = self.next_refresh() - self.updates
         for name, (layer, site) in self.sites.items():
-            if self.source == "ema":
-                self._forget(name)
-            rate = self._rates.get(name)
-            if site.inputs is None and (
-                rate is None or self.source == "ema" or math.ceil(self.samples / rate) >= ahead
-            ):
+            if site.inputs is None and (self.source == "ema" or self._window_is_due(name)):
                 site.inputs = site.new_moments(layer.pair(site)[0])
                 self._window_start[name] = self.updates
-                if self.gradients is not None:
-                    self.gradients.open(name)
+            if site.inputs is not None and self.gradients is not None:
+                self.gradients.open(name)
+            if self.source == "ema" and site.examples > 0:
+                self._forget(name)
+                site.examples = 0.0
 
     def _forget(self, name: str) -> None:
-        """Let older samples fade, so that about `samples` of them count."""
+        """Let older samples fade as new ones come, so that about `samples` of them count."""
         _, site = self.sites[name]
-        if site.inputs is not None and site.examples > 0:
+        if site.inputs is not None:
             site.inputs.decay(max(0.0, 1 - site.examples / self.samples))
-            site.examples = 0.0
-            self._window_start[name] = self.updates
 
     def _rescale(self) -> None:
         """PRONG+: U <- diag(1/s) U with s the running standard deviation of U (h - c); V's columns take s."""

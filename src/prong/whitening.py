@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 import torch
@@ -38,7 +38,8 @@ class Whitening:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Whitening:
         """The same whitening with `function` applied to every tensor."""
-        return Whitening(**{name: function(x) if isinstance(x, Tensor) else x for name, x in self.items()})
+        mapped = {name: function(x) for name, x in self.items() if isinstance(x, Tensor)}
+        return replace(self, **mapped)  # type: ignore[arg-type]
 
     def items(self) -> list[tuple[str, Tensor | float | None]]:
         """Names and values."""
@@ -105,7 +106,7 @@ def whiten(moments: Moments, eps: float, basis: Basis | None = None, centred: bo
     ):
         try:
             matrices = factorise(X.to(dtype), damping, basis)
-        except torch.linalg.LinAlgError:
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             continue
         c = moments.mean.clone() if centred else None
         whitening = Whitening(c, damping, **matrices).map(lambda x: x.to(X.dtype))
@@ -159,7 +160,7 @@ def _low_rank(factor: Tensor, eps: float, basis: Basis | None) -> dict[str, Tens
 
     def of_sigma(power: float) -> Tensor:
         base = eps**power
-        result = (E * ((lam + eps) ** power - base).unsqueeze(-2)) @ E.mT
+        result: Tensor = (E * ((lam + eps) ** power - base).unsqueeze(-2)) @ E.mT
         result.diagonal(dim1=-2, dim2=-1).add_(base)
         return result
 

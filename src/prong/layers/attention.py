@@ -33,7 +33,7 @@ class AttentionKind(WhitenedLayer):
     embed_dim: int
     batch_first: bool
     dropout: float
-    out_proj: nn.Linear
+    out_proj: Any
     _qkv_same_embed_dim: bool
 
     @staticmethod
@@ -107,8 +107,8 @@ class ExplicitMultiheadAttention(Explicit, AttentionKind, nn.MultiheadAttention)
     """nn.MultiheadAttention in whitened coordinates."""
 
     plain = nn.MultiheadAttention
-    in_proj_weight = canonical_property("in_proj_weight")  # type: ignore[assignment]
-    in_proj_bias = canonical_property("in_proj_bias")  # type: ignore[assignment]
-    q_proj_weight = canonical_property("q_proj_weight")  # type: ignore[assignment]
-    k_proj_weight = canonical_property("k_proj_weight")  # type: ignore[assignment]
-    v_proj_weight = canonical_property("v_proj_weight")  # type: ignore[assignment]
+    in_proj_weight = canonical_property("in_proj_weight")
+    in_proj_bias = canonical_property("in_proj_bias")
+    q_proj_weight = canonical_property("q_proj_weight")
+    k_proj_weight = canonical_property("k_proj_weight")
+    v_proj_weight = canonical_property("v_proj_weight")

@@ -149,7 +149,7 @@ class WhitenedLayer(nn.Module):
         if site.inputs is not None or site.spread is not None:
             self._record(site, h)
 
-    @torch.compiler.disable  # statistics are Python objects; windows are short
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # statistics are Python objects
     def _record(self, site: Site, h: Tensor) -> None:
         if in_backward():  # activation checkpointing runs the forward again: seen already
             return
@@ -178,7 +178,7 @@ class WhitenedLayer(nn.Module):
             self._watch(site.outputs, z, site.layout.groups, channels_at)
         return z
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _watch(self, outputs: OutputGradients, z: Tensor, groups: int, channels_at: int) -> None:
         if not in_backward():
             outputs.watch(z, groups, channels_at)
@@ -295,7 +295,7 @@ class Explicit(WhitenedLayer):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         with self._as_plain():
-            super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+            super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         if local_metadata.get("assign_to_params_buffers", False):
@@ -306,7 +306,7 @@ class Explicit(WhitenedLayer):
         errors: list[str] = args[-1]
         before = len(errors)
         with self._as_plain() as plain:
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[no-untyped-call]
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if len(errors) == before:
             names = {name for site in self.sites for name in (site.weight, site.bias) if name}
             self.set_canonical({name: x.detach() for name, x in plain.items() if name in names and x is not None})

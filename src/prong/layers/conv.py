@@ -26,7 +26,7 @@ class ConvKind(WhitenedLayer):
     at the borders. Padded zeros are therefore samples like any others, and are counted without being made.
     """
 
-    padding_mode: str
+    padding_mode: Any
     kernel_size: tuple[int, ...]
     _reversed_padding_repeated_twice: list[int]
 
@@ -128,8 +128,8 @@ class ImplicitConvTranspose3d(Implicit, ConvTransposeKind, nn.ConvTranspose3d):
 class ExplicitConvolution(Explicit):
     """What the explicit convolutions share."""
 
-    weight = canonical_property("weight")  # type: ignore[assignment]
-    bias = canonical_property("bias")  # type: ignore[assignment]
+    weight = canonical_property("weight")
+    bias = canonical_property("bias")
 
 
 class ExplicitConv1d(ExplicitConvolution, ConvKind, nn.Conv1d):

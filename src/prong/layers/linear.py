@@ -29,8 +29,8 @@ class ExplicitLinear(Explicit, nn.Linear):
     """z = V U (h - c) + d."""
 
     plain = nn.Linear
-    weight = canonical_property("weight")  # type: ignore[assignment]
-    bias = canonical_property("bias")  # type: ignore[assignment]
+    weight = canonical_property("weight")
+    bias = canonical_property("bias")
 
     def forward(self, h: Tensor) -> Tensor:  # noqa: D102
         (site,) = self.sites

@@ -1,0 +1,476 @@
+"""Every kind of layer, with every option, in both forms, against plain torch layers and the formulas written out."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import prong
+from cases import (
+    FORMS,
+    MODELS,
+    PROPERTY,
+    SPECS,
+    LayerSpec,
+    assert_close,
+    assert_identical,
+    canonical_step,
+    curved,
+    gradients_of,
+    layer_specs,
+    moments_of,
+    natural_of_plain,
+    parameter_gradients,
+    plain_copy,
+    samples_of,
+    trained,
+)
+from prong.layers.natural import Switch, natural_linear, naturalize
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+
+forms = pytest.mark.parametrize("form", FORMS)
+specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+seeds = st.integers(0, 1000)
+dampings = st.sampled_from([1e-3, 1e-2, 1.0])
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def refreshed(spec: LayerSpec, form: str, eps: float = 1e-2, examples: int = 6) -> tuple[nn.Module, torch.Tensor]:
+    """A whitened layer of this kind and the inputs its whitening was estimated from."""
+    layer = prong.whiten_(spec.build(), form)
+    h = spec.sample(examples)
+    return prong.refresh_(layer, h, eps), h
+
+
+# The function ---------------------------------------------------------------------------------------------------------
+
+
+@forms
+@PROPERTY
+@given(spec=layer_specs(), seed=seeds)
+def test_before_a_refresh_a_layer_is_the_plain_one_to_the_bit_gradients_included(form, spec, seed):
+    torch.manual_seed(seed)
+    plain = spec.build()
+    layer = prong.whiten_(copy.deepcopy(plain), form)
+    h = spec.sample(3)
+    assert_identical(layer(h, **spec.call), plain(h, **spec.call), "output")
+    for mine, theirs, what in zip(
+        gradients_of(layer, h, call=spec.call),
+        gradients_of(plain, h, call=spec.call),
+        ("weight", "bias", "input"),
+        strict=True,
+    ):
+        assert_identical(mine, theirs, what)
+
+
+@forms
+@PROPERTY
+@given(spec=layer_specs(), seed=seeds, eps=dampings, basis=st.sampled_from(["pca", "zca", "cholesky"]))
+def test_refreshes_and_folding_preserve_the_function_and_the_inputs_gradient(form, spec, seed, eps, basis):
+    torch.manual_seed(seed)
+    plain = spec.build()
+    h = spec.sample(3)
+    z, (_, _, gh) = plain(h, **spec.call), gradients_of(plain, h, call=spec.call)
+    layer = prong.whiten_(copy.deepcopy(plain), form, basis=basis)
+    for examples in (2, 7, 3):
+        prong.refresh_(layer, spec.sample(examples), eps)
+        assert_close(layer(h, **spec.call), z, "output")
+        assert_close(gradients_of(layer, h, call=spec.call)[2], gh, "gradient of the input")
+        assert_close(layer.weight, plain.weight, "canonical weight")
+        assert_close(layer.bias, plain.bias, "canonical bias")
+    prong.fold_(layer)
+    assert type(layer) is type(plain)
+    assert_close(layer(h, **spec.call), z, "output after folding")
+
+
+@PROPERTY
+@given(spec=layer_specs(), seed=seeds, eps=dampings, examples=st.integers(2, 8))
+def test_implicit_gradients_equal_the_formula_on_plain_gradients(spec, seed, eps, examples):
+    torch.manual_seed(seed)
+    layer, h = refreshed(spec, "implicit", eps, examples)
+    plain = plain_copy(layer)
+    gW, gb, gh = gradients_of(plain, h, call=spec.call)
+    nW, nb = natural_of_plain(plain, gW, gb, moments_of(plain, h), eps)
+    weight, bias, inputs = gradients_of(layer, h, call=spec.call)
+    assert_close(weight, nW, "weight", rtol=1e-9)
+    assert_close(bias, nb, "bias", rtol=1e-9)
+    assert_close(inputs, gh, "input")
+
+
+@PROPERTY
+@given(spec=layer_specs(), seed=seeds, eps=dampings, basis=st.sampled_from(["pca", "zca", "cholesky"]))
+def test_explicit_gradients_seen_in_canonical_coordinates_equal_implicit_ones(spec, seed, eps, basis):
+    torch.manual_seed(seed)
+    implicit, h = refreshed(spec, "implicit", eps)
+    explicit = prong.refresh_(prong.whiten_(plain_copy(implicit), "explicit", basis=basis), h, eps)
+    weight, bias, inputs = gradients_of(implicit, h, call=spec.call)
+    gV, gd, gh = gradients_of(explicit, h, call=spec.call)
+    W, b = canonical_step(explicit, gV, gd)
+    assert_close(W, weight, "weight", rtol=1e-9)
+    assert_close(b, bias, "bias", rtol=1e-9)
+    assert_close(gh, inputs, "input")
+
+
+@PROPERTY
+@given(inputs=st.integers(1, 5), rows=st.integers(1, 6), bias=st.booleans(), seed=seeds)
+def test_activation_space_and_gradient_space_agree(inputs, rows, bias, seed):
+    torch.manual_seed(seed)
+    spec = LayerSpec(
+        nn.Linear, {"in_features": inputs, "out_features": rows + 1, "bias": bias}
+    )  # more outputs than rows
+    layer, _ = refreshed(spec, "implicit")
+    (site,) = layer.sites
+    h = spec.sample(rows).requires_grad_()
+    W, b = layer.weight, layer.bias
+    parameters = [h, W] if b is None else [h, W, b]
+    in_activation_space = natural_linear(h, W, b, site.whitening.P, site.whitening.c, Switch())
+    in_gradient_space = F.linear(h, *naturalize(W, b, site.whitening.P, site.whitening.c, site.layout, Switch()))
+    assert_close(in_activation_space, in_gradient_space)
+    expected = torch.autograd.grad(curved(in_gradient_space), parameters)
+    assert_close(torch.autograd.grad(curved(in_activation_space), parameters), expected, rtol=1e-9)
+    many = torch.cat([h, h])  # as many rows as outputs or more: gradient space, twice the above
+    twice = torch.autograd.grad(curved(layer(h)) * 2, parameters[1:])
+    halves = torch.autograd.grad(sum(curved(z) for z in layer(many).chunk(2)), parameters[1:])
+    assert_close(halves, twice, rtol=1e-9)
+
+
+# Shapes and reuse -----------------------------------------------------------------------------------------------------
+
+
+@forms
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (2, 3), (2, 1, 3, 2), (0,), (2, 0)], ids=str)
+def test_a_linear_layer_takes_any_leading_shape(form, shape):
+    layer, _ = refreshed(SPECS["linear"], form)
+    h = torch.randn(*shape, 4).double()
+    plain = plain_copy(layer)
+    assert_close(layer(h), plain(h), "output")
+    weight, bias, inputs = gradients_of(layer, h)
+    assert inputs.shape == h.shape
+    gW, gb, gh = gradients_of(layer, h.reshape(-1, 4))
+    assert_close((weight, bias, inputs), (gW, gb, gh.view(h.shape)))
+
+
+@forms
+@pytest.mark.parametrize("spec", [SPECS["conv2d"], SPECS["transposed2d"]], ids=["conv2d", "transposed2d"])
+def test_a_convolution_takes_unbatched_and_empty_inputs(form, spec):
+    layer, h = refreshed(spec, form)
+    plain = plain_copy(layer)
+    assert_close(layer(h[0]), plain(h[0]), "unbatched")
+    one, alone = gradients_of(layer, h[:1]), gradients_of(layer, h[0])
+    assert_close(alone[:2], one[:2], "gradients of one example")
+    assert layer(h[:0]).shape == plain(h[:0]).shape
+    assert not any(g.any() for g in gradients_of(layer, h[:0])[:2])
+
+
+@forms
+def test_statistics_of_unbatched_and_of_empty_batches_are_counted_as_they_should(form):
+    for spec in (SPECS["linear"], SPECS["conv2d"]):
+        layer, h = refreshed(spec, form)
+        again = prong.whiten_(plain_copy(layer), form)
+        prong.refresh_(again, [h[:0], *h, h[:0]], 1e-2)  # one example at a time, without a batch dimension
+        for (name, mine), (_, theirs) in zip(
+            again.sites[0].whitening.items(), layer.sites[0].whitening.items(), strict=True
+        ):
+            if name not in ("U", "U_inv"):  # eigenvectors have a sign of their own
+                assert_close(mine, theirs, name)
+
+
+@forms
+def test_several_calls_in_one_forward_add_up(form):
+    layer, _ = refreshed(SPECS["linear"], form)
+    h, k = SPECS["linear"].sample(3), SPECS["linear"].sample(9)  # one below and one above the number of outputs
+    first, second = (parameter_gradients(layer, curved(layer(x))) for x in (h, k))
+    together = parameter_gradients(layer, curved(layer(h)) + curved(layer(k)))
+    assert_close(together, {name: first[name] + second[name] for name in first})
+
+
+@forms
+def test_a_reused_module_sees_all_its_inputs_and_gets_its_natural_gradient_once(form):
+    shared = nn.Linear(4, 4).double()
+    model = prong.whiten_(nn.Sequential(shared, nn.Tanh(), shared), form)
+    h = SPECS["linear"].sample(6)
+    seen = torch.cat([h, shared(h).tanh().detach()])
+    prong.refresh_(model, h, 0.1)
+    plain = plain_copy(model)
+    gW, gb = parameter_gradients(plain, curved(plain(h))).values()
+    expected = natural_of_plain(plain[0], gW, gb, moments_of(plain[0], seen), 0.1)
+    found = tuple(parameter_gradients(model, curved(model(h))).values())
+    assert_close(canonical_step(shared, *found) if form == "explicit" else found, expected)
+
+
+# Freezing -------------------------------------------------------------------------------------------------------------
+
+
+@forms
+@pytest.mark.parametrize("spec", [SPECS[k] for k in ("linear", "conv1d", "conv2d", "transposed1d")], ids=str)
+@pytest.mark.parametrize("examples", [3, 8])
+def test_with_a_frozen_weight_the_bias_gets_its_ordinary_gradient(form, spec, examples):
+    layer = prong.whiten_(spec.build(), form)
+    trained(layer)[0].requires_grad_(False)
+    h = spec.sample(examples)
+    before = layer.weight.clone()
+    prong.refresh_(layer, h)
+    plain = plain_copy(layer)
+    weight, bias, inputs = gradients_of(layer, h)
+    assert weight is None
+    assert_close((bias, inputs), gradients_of(plain, h)[1:])
+    assert_close(layer.weight, before)
+
+
+@forms
+@pytest.mark.parametrize("spec", [SPECS[k] for k in ("linear", "conv1d", "conv2d", "transposed1d")], ids=str)
+@pytest.mark.parametrize("examples", [3, 8])
+def test_with_a_frozen_bias_nothing_is_centred(form, spec, examples):
+    layer = prong.whiten_(spec.build(), form)
+    trained(layer)[1].requires_grad_(False)
+    h = spec.sample(examples)
+    prong.refresh_(layer, h)
+    plain = plain_copy(layer)
+    gW, gb, gh = gradients_of(plain, h)
+    assert gb is None
+    expected, _ = natural_of_plain(plain, gW, None, moments_of(plain, h), 1e-2)
+    weight, bias, inputs = gradients_of(layer, h)
+    assert bias is None
+    assert_close(canonical_step(layer, weight, None)[0] if form == "explicit" else weight, expected, rtol=1e-9)
+    assert_close(inputs, gh)
+
+
+@forms
+@pytest.mark.parametrize("again", [False, True], ids=["as_it_was", "refreshed_again"])
+def test_a_bias_frozen_after_a_refresh_stays_what_it_is_when_the_weight_moves(form, again):
+    layer, h = refreshed(SPECS["linear"], form)
+    weight, bias = trained(layer)
+    bias.requires_grad_(False)
+    if again:
+        prong.refresh_(layer, h)
+    before = layer.bias.clone()
+    curved(layer(h)).backward()
+    torch.optim.SGD([weight], 0.1).step()
+    assert_close(layer.bias, before)
+
+
+@forms
+@specs
+def test_a_frozen_layer_is_refreshed_and_passes_gradients_on(form, spec):
+    layer = prong.whiten_(spec.build(), form).requires_grad_(False)
+    h = spec.sample(4)
+    z = layer(h)
+    prong.refresh_(layer, h)
+    assert layer.sites[0].whitening is not None
+    assert_close(layer(h), z)
+    assert_close(gradients_of(layer, h)[2], gradients_of(plain_copy(layer), h)[2])
+
+
+# Statistics -----------------------------------------------------------------------------------------------------------
+
+
+@PROPERTY
+@given(spec=layer_specs(), seed=seeds, eps=dampings)
+def test_a_whitening_is_that_of_the_positions_of_the_padded_map(spec, seed, eps):
+    torch.manual_seed(seed)
+    layer, h = refreshed(spec, "implicit", eps, 4)
+    whitening = layer.sites[0].whitening
+    for group, (c, Sigma) in enumerate(moments_of(plain_copy(layer), h)):
+        damped = Sigma + eps * torch.eye(len(c), dtype=c.dtype)
+        assert_close(whitening.P[group] @ damped, torch.eye(len(c), dtype=c.dtype), "P (Sigma + eps I)")
+        if whitening.c is not None:
+            assert_close(whitening.c[group], c, "c")
+        else:
+            assert not c.any()
+
+
+@forms
+@pytest.mark.parametrize("most", [1, 3, 7, 1000])
+@pytest.mark.parametrize("spec", [SPECS[k] for k in ("conv1d", "conv2d", "transposed2d")], ids=str)
+def test_statistics_keep_to_max_positions_per_example(form, spec, most):
+    layer = prong.whiten_(spec.build(), form, max_positions=most)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.0)
+    prong.Refresher(layer, optimizer, period=8)
+    h = spec.sample(5)
+    layer(h)
+    seen = layer.sites[0].inputs.count
+    unpadded = h[0, 0].numel()
+    full = len(samples_of(plain_copy(layer), h)[0])
+    if most >= unpadded:
+        assert seen == full
+    else:  # padding is counted in proportion
+        assert 0 < seen * unpadded * 5 / full <= most * 5 + 1e-9
+
+
+def test_thinned_positions_are_not_all_from_one_column_of_the_map():
+    layer = prong.whiten_(nn.Conv2d(1, 1, 1).double(), max_positions=8)
+    h = torch.arange(8.0).double().expand(16, 1, 8, 8)  # every value tells its column
+    prong.refresh_(layer, h)
+    assert layer.sites[0].whitening.P.item() < 1, "all columns looked alike"
+
+
+@pytest.mark.parametrize("basis", ["pca", "zca", "cholesky"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+def test_whitened_activations_are_white(basis, bias):
+    layer = prong.whiten_(nn.Linear(5, 3, bias=bias).double(), "explicit", basis=basis)
+    h = LayerSpec(nn.Linear, {"in_features": 5}).sample(60)
+    prong.refresh_(layer, h, 1e-12)
+    whitening = layer.sites[0].whitening
+    x = (h - (0 if whitening.c is None else whitening.c[0])) @ whitening.U[0].T
+    assert_close(x.T @ x / 60, torch.eye(5).double(), "second moment", rtol=1e-7, atol=1e-7)
+    if bias:
+        assert_close(x.mean(0), torch.zeros(5).double(), "mean")
+
+
+# Ordinary gradients ---------------------------------------------------------------------------------------------------
+
+
+@specs
+@pytest.mark.parametrize("examples", [3, 8])
+def test_under_ordinary_gradients_a_backward_gives_plain_gradients_wherever_the_forward_ran(spec, examples):
+    layer, _ = refreshed(spec, "implicit")
+    plain = plain_copy(layer)
+    h = spec.sample(examples)
+    expected = parameter_gradients(plain, curved(plain(h)))
+    with prong.ordinary_gradients(layer):
+        both = parameter_gradients(layer, curved(layer(h)))
+    outside = layer(h)
+    with prong.ordinary_gradients(layer):
+        backward_only = parameter_gradients(layer, curved(outside))
+    assert_close(both, expected, "forward and backward inside")
+    assert_close(backward_only, expected, "only the backward inside")
+
+
+@forms
+def test_ordinary_gradients_nest_and_end_with_an_exception(form):
+    layer, h = refreshed(SPECS["linear"], form)
+    natural = parameter_gradients(layer, curved(layer(h)))
+    with prong.ordinary_gradients(layer):
+        outer = parameter_gradients(layer, curved(layer(h)))
+        with prong.ordinary_gradients(layer):
+            inner = parameter_gradients(layer, curved(layer(h)))
+        after = parameter_gradients(layer, curved(layer(h)))
+    assert_close(inner, outer)
+    assert_close(after, outer)
+    with pytest.raises(KeyError), prong.ordinary_gradients(layer):
+        raise KeyError
+    assert_close(parameter_gradients(layer, curved(layer(h))), natural)
+
+
+def test_ordinary_gradients_want_a_module():
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got list"), prong.ordinary_gradients([]):
+        pass
+
+
+# Copies and conversions -----------------------------------------------------------------------------------------------
+
+
+def copies(model: nn.Module) -> dict[str, nn.Module]:
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    return {
+        "deepcopy": copy.deepcopy(model),
+        "pickle": pickle.loads(pickle.dumps(model)),
+        "torch.save": torch.load(stream, weights_only=False),
+    }
+
+
+@forms
+@pytest.mark.parametrize("case", MODELS.values(), ids=MODELS)
+def test_copies_keep_function_whitening_and_natural_gradients(form, case):
+    model = prong.whiten_(case.build(), form)
+    x = case.sample(5)
+    prong.refresh_(model, case.sample(20))
+    torch.manual_seed(1)  # dropout
+    expected, loss = model(x), None
+    loss = parameter_gradients(model, curved(expected))
+    for how, other in copies(model).items():
+        torch.manual_seed(1)
+        z = other(x)
+        assert_identical(z, expected, how)
+        assert_identical(parameter_gradients(other, curved(z)), loss, how)
+
+
+@forms
+def test_copies_do_not_share_open_windows_or_the_optimizer(form):
+    model = MODELS["mlp"].build()
+    optimizer = prong.PRONG(model, lr=0.1, form=form)
+    model(MODELS["mlp"].sample(3))
+    for how, other in copies(model).items():
+        assert other[0].sites[0].inputs is None, how
+        other(MODELS["mlp"].sample(4))
+        prong.PRONG(other, lr=0.1)  # nobody owns the copy
+        prong.fold_(other)
+    assert model[0].sites[0].inputs.count == 3
+    assert optimizer.refresher.sites["0"][0] is model[0]
+
+
+def test_a_copy_made_under_ordinary_gradients_is_natural_again_outside():
+    layer, h = refreshed(SPECS["linear"], "implicit")
+    with prong.ordinary_gradients(layer):
+        other = copy.deepcopy(layer)
+    assert_identical(parameter_gradients(other, curved(other(h))), parameter_gradients(layer, curved(layer(h))))
+
+
+@forms
+@specs
+def test_changes_of_dtype_keep_the_whitening_in_step(form, spec):
+    layer, h = refreshed(spec, form, 0.1)
+    z, gradients = layer(h), gradients_of(layer, h)
+    for convert, bound in ((layer.float, 1e-4), (layer.bfloat16, 0.2), (layer.half, 0.05), (layer.double, 0.05)):
+        convert()
+        dtype = trained(layer)[0].dtype
+        for _, tensor in layer.sites[0].whitening.items():
+            assert not isinstance(tensor, torch.Tensor) or tensor.dtype == dtype
+        low = h.to(dtype)
+        scale = z.abs().max().item()
+        assert_close(layer(low).double(), z, str(dtype), rtol=0, atol=bound * scale)
+        if dtype in (torch.float32, torch.float64):
+            for mine, exact in zip(gradients_of(layer, low), gradients, strict=True):
+                if exact is not None:
+                    assert_close(mine.double(), exact, str(dtype), rtol=0, atol=3 * bound * exact.abs().max().item())
+    prong.refresh_(layer, h)
+
+
+@forms
+def test_a_conversion_takes_open_windows_along(form):
+    layer = prong.whiten_(SPECS["linear"].build(), form)
+    prong.Refresher(layer, torch.optim.SGD(layer.parameters(), 0.1))
+    h = SPECS["linear"].sample(5)
+    layer(h)
+    layer.float()
+    assert layer.sites[0].inputs.mean.dtype == torch.float32
+    assert layer.sites[0].inputs.count == 5
+    layer(h.float())
+    assert_close(layer.sites[0].inputs.mean[0].double(), h.mean(0), rtol=1e-5)
+
+
+@forms
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@specs
+def test_layers_of_half_precision_are_refreshed_and_trained(form, dtype, spec):
+    layer = prong.whiten_(spec.build().to(dtype), form)
+    h = spec.sample(4).to(dtype)
+    z = layer(h)
+    prong.refresh_(layer, h, 0.1)
+    assert_close(layer(h), z, rtol=0, atol=0.1 * z.abs().max().item())
+    curved(layer(h)).backward()
+    for parameter in trained(layer):
+        assert parameter is None or (parameter.grad.dtype == dtype and parameter.grad.isfinite().all())
+
+
+def test_channels_last_gives_the_same_natural_gradients():
+    spec = SPECS["conv2d"]
+    layer, h = refreshed(spec, "implicit")
+    expected = gradients_of(layer, h)
+    layer.to(memory_format=torch.channels_last)
+    assert_close(gradients_of(layer, h.to(memory_format=torch.channels_last)), expected)

@@ -1,0 +1,67 @@
+"""Small models and loops that several test files train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+DOUBLE = torch.float64
+
+
+def mlp(bias: bool = True, dtype: torch.dtype = DOUBLE, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(6, 9, bias=bias), nn.Tanh(), nn.Linear(9, 7, bias=bias), nn.Tanh(), nn.Linear(7, 4, bias=bias)
+    ).to(dtype)
+
+
+def convnet(dtype: torch.dtype = DOUBLE, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(4, 4, 3, stride=2, groups=2, padding="valid"),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(16, 4),
+    ).to(dtype)
+
+
+def batches(model: nn.Module, count: int, size: int = 16, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+    """Inputs with correlated, shifted features, and labels."""
+    generator = torch.Generator().manual_seed(seed)
+    parameter = next(model.parameters())
+    shape = (2, 6, 6) if any(isinstance(m, nn.Conv2d) for m in model.modules()) else (6,)
+    mixing = torch.randn(shape[-1], shape[-1], generator=generator, dtype=DOUBLE)
+    made = []
+    for _ in range(count):
+        x = torch.randn(size, *shape, generator=generator, dtype=DOUBLE) @ mixing + 1
+        made.append((x.to(parameter.dtype), torch.randint(4, (size,), generator=generator)))
+    return made
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: list[tuple[Tensor, Tensor]],
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+) -> Iterator[Tensor]:
+    """One update per batch; yields the losses."""
+    for x, y in data:
+        optimizer.zero_grad()
+        value = loss(model(x), y)
+        value.backward()
+        optimizer.step()
+        yield value.detach()
+
+
+def run(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    return list(train(model, optimizer, data))
+
+
+def canonical(model: nn.Module) -> dict[str, Tensor]:
+    """The plain parameters, whatever the form."""
+    return {name: x.clone() for name, x in model.state_dict().items()}
