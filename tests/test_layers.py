@@ -248,9 +248,9 @@ def test_with_a_frozen_bias_nothing_is_centred(form, spec, examples):
     assert_close(inputs, gh)
 
 
-@forms
-@pytest.mark.parametrize("again", [False, True], ids=["as_it_was", "refreshed_again"])
+@pytest.mark.parametrize(("form", "again"), [("implicit", False), ("implicit", True), ("explicit", True)])
 def test_a_bias_frozen_after_a_refresh_stays_what_it_is_when_the_weight_moves(form, again):
+    """In the explicit form it is d that is frozen, until a refresh moves the centre out of it."""
     layer, h = refreshed(SPECS["linear"], form)
     weight, bias = trained(layer)
     bias.requires_grad_(False)

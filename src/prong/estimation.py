@@ -55,16 +55,20 @@ def batch_size(batch: Any) -> int:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Leave gradients, random state and other modules' buffers (batch norm's statistics) as they were.
 
-    Buffers are replaced by copies for the time being: the originals are not even written to.
+    Buffers are replaced by copies for the time being: the originals are not even written to. Torch's fused attention
+    and encoder layers are off, as they read weights without calling the layers that own them.
     """
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     originals = [(m, dict(m._buffers)) for m in model.modules() if m._buffers]
-    with torch.random.fork_rng([d.index or 0 for d in devices]), torch.no_grad():
+    fused = torch.backends.mha.get_fastpath_enabled()
+    with torch.random.fork_rng([d.index or 0 for d in devices]), torch.inference_mode(False), torch.no_grad():
         try:
+            torch.backends.mha.set_fastpath_enabled(False)
             for module, buffers in originals:
                 module._buffers = {n: None if b is None else b.clone() for n, b in buffers.items()}
             yield
         finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
             for module, buffers in originals:
                 module._buffers = buffers
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from prong.statistics import accumulation_dtype
+from prong.precision import accumulation_dtype, full_precision
 
 Distribution = Literal["categorical", "bernoulli", "gaussian"]
 GradientSource = Literal["empirical", "categorical", "bernoulli", "gaussian"]
@@ -54,7 +54,7 @@ class OutputGradients:
     def add(self, delta: Tensor, groups: int, channels_at: int) -> None:
         """Add the output gradients of a batch, shaped as the output."""
         examples = delta.shape[0] if delta.dim() >= 1 - channels_at else 1
-        with torch.autocast(delta.device.type, enabled=False):
+        with full_precision(delta):
             rows = torch.movedim(delta.detach(), channels_at, -1)
             rows = rows.reshape(-1, groups, rows.shape[-1] // groups).transpose(0, 1)
             rows = rows.to(accumulation_dtype(delta.dtype))

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from prong.layers import FORMS, Explicit, Site, Switch, WhitenedLayer, trained_name
@@ -180,6 +181,10 @@ def _choose(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
         if isinstance(module, WhitenedLayer):
             continue
         reason = why_not(module, shared)
+        if reason is None and isinstance(module, NonDynamicallyQuantizableLinear):
+            attention = modules.get(name.rpartition(".")[0])
+            if attention not in wanted.values() and not isinstance(attention, WhitenedLayer):
+                reason = "attention computes with its weights and never calls it; whiten the attention too"
         if reason is None:
             chosen[name] = module
         elif name in by_name:

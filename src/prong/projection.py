@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prong.precision import full_precision
 from prong.whitening import Whitening
 
 Pair = tuple[Tensor, Tensor | None]
@@ -25,12 +26,14 @@ def times(X: Tensor, M: Tensor) -> Tensor:
     """X M over the last dimension of X (groups, out, taps, in), for M a matrix or the diagonal of one."""
     if M.dim() == 2:  # (groups, in)
         return X * M[:, None, None, :]
-    return torch.bmm(X.flatten(1, 2), M).view(*X.shape[:-1], M.shape[-1])
+    with full_precision(X):
+        return torch.bmm(X.flatten(1, 2), M).view(*X.shape[:-1], M.shape[-1])
 
 
 def against(X: Tensor, c: Tensor) -> Tensor:
     """sum_taps X c, shape (groups, out): what a constant input c contributes."""
-    return (X.sum(2) @ c.unsqueeze(-1)).squeeze(-1)
+    with full_precision(X):
+        return (X.sum(2) @ c.unsqueeze(-1)).squeeze(-1)
 
 
 def outer(x: Tensor, c: Tensor) -> Tensor:
@@ -94,8 +97,9 @@ class Transition:
         if old is None:
             return cls(new.U_inv, new.U, moved)
         assert old.U is not None and old.U_inv is not None
-        shift = None if moved is None else (old.U @ moved.unsqueeze(-1)).squeeze(-1)
-        return cls(old.U @ new.U_inv, new.U @ old.U_inv, shift)
+        with full_precision(old.U):
+            shift = None if moved is None else (old.U @ moved.unsqueeze(-1)).squeeze(-1)
+            return cls(old.U @ new.U_inv, new.U @ old.U_inv, shift)
 
     @classmethod
     def rescaling(cls, s: Tensor) -> Transition:
@@ -126,7 +130,7 @@ def transport_gradient(gV: Tensor, gd: Tensor | None, transition: Transition) ->
 def transport_square(sV: Tensor, sd: Tensor | None, transition: Transition) -> Pair:
     """Mean squares of gradients in the new coordinates, entries taken as uncorrelated.
 
-    `transport_gradient` with the entries of M^-T squared; exact when M is diagonal. The shift is left out: gV and gd are
+    `transport_gradient` with the entries of M^-T squared; exact when M is diagonal and the centre stays. The shift is left out: gV and gd are
     anything but uncorrelated, and adding their squares measurably overestimates (docs/log.md).
     """
     return times(sV, _transposed(transition.M_inv.square())), sd

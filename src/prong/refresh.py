@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from prong.estimation import Forward, gathering, run_batches, undisturbed
 from prong.injection import check_model, whitened_sites
 from prong.layers import Explicit, Site, WhitenedLayer, in_backward
+from prong.precision import accumulation_dtype
 from prong.projection import Transition
-from prong.statistics import Moments, accumulation_dtype
+from prong.statistics import Moments
 from prong.transport import Update, plan_parameters, plan_state, reset_state, transports_of
 from prong.whitening import Whitening, WhiteningError, check_eps, whiten
 
@@ -76,6 +77,7 @@ def check_between_updates() -> None:
         raise RuntimeError("a refresh during a backward pass would mix two coordinate systems; refresh between updates")
 
 
+@torch.inference_mode(False)
 def rewhiten_(
     sites: Mapping[str, tuple[WhitenedLayer, Site]],
     moments: Mapping[str, Moments],
@@ -102,6 +104,7 @@ def rewhiten_(
     assign_({name: (*sites[name], whitening) for name, whitening in new.items()}, optimizer, on_refresh)
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def assign_(
     whitenings: Mapping[str, tuple[WhitenedLayer, Site, Whitening]],

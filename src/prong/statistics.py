@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums over values of `dtype` are kept: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
+from prong.precision import accumulation_dtype, full_precision
 
 
 class Moments:
@@ -59,8 +56,7 @@ class Moments:
             )
         if rows.shape[1] == 0:
             return
-        # Autocast would do the sums in half precision.
-        with torch.autocast(rows.device.type, enabled=False):
+        with full_precision(rows):
             rows = rows.to(self.mean.dtype)
             mean = rows.mean(1)
             if not torch.isfinite(mean).all():  # a single NaN or inf anywhere makes its mean so
@@ -71,7 +67,8 @@ class Moments:
     def add_zeros(self, count: float) -> None:
         """Add `count` rows of zeros, as zero padding does, without making them."""
         if count > 0:
-            self._merge(count, torch.zeros_like(self.mean))
+            with full_precision(self.mean):
+                self._merge(count, torch.zeros_like(self.mean))
 
     @torch.no_grad()
     def merge(self, other: Moments) -> None:
@@ -79,7 +76,10 @@ class Moments:
         if other.mean.shape != self.mean.shape:
             raise ValueError(f"moments of shape {tuple(other.mean.shape)} do not merge with {tuple(self.mean.shape)}")
         if other.count > 0:
-            self._merge(other.count, other.mean, factor=other.factor, scatter=other._dense)
+            with full_precision(self.mean):
+                like = self.mean
+                factor, scatter = (None if x is None else x.to(like) for x in (other.factor, other._dense))
+                self._merge(other.count, other.mean.to(like), factor, scatter)
 
     @torch.no_grad()
     def decay(self, weight: float) -> None:
@@ -107,7 +107,8 @@ class Moments:
             return self._dense
         factor = self.factor
         assert factor is not None
-        return factor.mT @ factor
+        with full_precision(factor):
+            return factor.mT @ factor
 
     def covariance(self, centred: bool = True) -> Tensor:
         """Sigma = E[(h-c)(h-c)^T] with c the mean, or E[h h^T] (c = 0) when not centred."""

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from prong.precision import full_precision
 from prong.statistics import Moments
 
 Basis = Literal["pca", "zca", "cholesky"]
@@ -93,7 +94,7 @@ def whiten(moments: Moments, eps: float, basis: Basis | None = None, centred: bo
     factor = moments.factor
     if factor is not None and not centred:  # the mean is one more direction of the second moment
         factor = torch.cat([factor, math.sqrt(moments.count) * moments.mean.unsqueeze(1)], dim=1)
-    low_rank = factor is not None and basis in (None, "zca") and factor.shape[1] < moments.mean.shape[1]
+    low_rank = factor is not None and basis in (None, "zca") and 0 < factor.shape[1] < moments.mean.shape[1]
     X = factor / math.sqrt(moments.count) if low_rank and factor is not None else moments.covariance(centred)
     if not torch.isfinite(X).all():
         raise FloatingPointError("the second moments are not finite: the inputs are too large to square")
@@ -105,8 +106,9 @@ def whiten(moments: Moments, eps: float, basis: Basis | None = None, centred: bo
         (torch.float64, 100 * eps),
     ):
         try:
-            matrices = factorise(X.to(dtype), damping, basis)
-        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            with full_precision(X):
+                matrices = factorise(X.to(dtype), damping, basis)
+        except (torch.linalg.LinAlgError, OverflowError):  # type: ignore[attr-defined]
             continue
         c = moments.mean.clone() if centred else None
         whitening = Whitening(c, damping, **matrices).map(lambda x: x.to(X.dtype))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from prong.lab.data import Digits, load_mnist
 from prong.lab.methods import METHODS, PERIOD, SAMPLES, Method
@@ -78,9 +79,7 @@ def _train_all(digits: Digits, plan: Plan, console: Console) -> list[Outcome]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         for method in METHODS:
             task = progress.add_task(method.name, total=plan.updates)
-            outcomes.append(
-                _train(method, digits, plan, lambda update, task=task: progress.update(task, completed=update))
-            )
+            outcomes.append(_train(method, digits, plan, partial(_show, progress, task)))
             if not console.is_terminal:
                 console.print(_line(outcomes[-1]), highlight=False)
     return outcomes
@@ -88,6 +87,10 @@ def _train_all(digits: Digits, plan: Plan, console: Console) -> list[Outcome]:
 
 def _train(method: Method, digits: Digits, plan: Plan, on_update: Callable[[int], None]) -> Outcome:
     return Outcome(method.name, method.settings, method.run(digits, plan, method.settings, on_update))
+
+
+def _show(progress: Progress, task: TaskID, update: int) -> None:
+    progress.update(task, completed=update)
 
 
 def _line(outcome: Outcome) -> str:

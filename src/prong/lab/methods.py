@@ -45,7 +45,7 @@ class Method:
         torch.manual_seed(plan.seed)
         model = autoencoder()
         start = perf_counter()
-        optimizer = self.make(model, settings, digits.train[:SAMPLES].split(500))
+        optimizer = self.make(model, settings, torch.split(digits.train[:SAMPLES], 500))
         return train(model, optimizer, digits, plan, seconds=perf_counter() - start, on_update=on_update)
 
 
@@ -78,9 +78,9 @@ def whitened(make: Make) -> Make:
     return make_whitened
 
 
-def _grid(rates: Sequence[float], dampings: Sequence[float]) -> list[Settings]:
+def _grid(*rates: float) -> list[Settings]:
     """Every learning rate with every damping `eps`, of PRONG or of a whitened initialisation."""
-    return [{"lr": lr, "eps": eps} for lr in rates for eps in dampings]
+    return [{"lr": lr, "eps": eps} for lr in rates for eps in (3e-3, 1e-2, 3e-2)]
 
 
 def _rates(*rates: float) -> list[Settings]:
@@ -88,13 +88,34 @@ def _rates(*rates: float) -> list[Settings]:
 
 
 METHODS = (
-    Method("PRONG", make_prong, {"lr": 1e-3, "eps": 1e-2}, _grid((5e-4, 1e-3, 2e-3), (1e-2, 3e-2))),
     Method(
-        "Adam, whitened init", whitened(make_adam), {"lr": 1e-2, "eps": 1e-2}, _grid((3e-3, 1e-2, 3e-2), (1e-2, 3e-2))
+        name="PRONG",
+        make=make_prong,
+        settings={"lr": 1e-3, "eps": 1e-2},
+        trials=_grid(5e-4, 1e-3, 2e-3),
     ),
     Method(
-        "SGD, whitened init", whitened(make_sgd), {"lr": 3e-4, "eps": 1e-2}, _grid((1e-4, 3e-4, 1e-3), (1e-2, 3e-2))
+        name="Adam, whitened init",
+        make=whitened(make_adam),
+        settings={"lr": 1e-2, "eps": 1e-2},
+        trials=_grid(3e-3, 1e-2, 3e-2),
     ),
-    Method("Adam", make_adam, {"lr": 3e-3}, _rates(3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)),
-    Method("SGD", make_sgd, {"lr": 1e-2}, _rates(3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)),
+    Method(
+        name="SGD, whitened init",
+        make=whitened(make_sgd),
+        settings={"lr": 3e-4, "eps": 1e-2},
+        trials=_grid(1e-4, 3e-4, 1e-3),
+    ),
+    Method(
+        name="Adam",
+        make=make_adam,
+        settings={"lr": 3e-3},
+        trials=_rates(1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+    ),
+    Method(
+        name="SGD",
+        make=make_sgd,
+        settings={"lr": 1e-2},
+        trials=_rates(1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0),
+    ),
 )

@@ -18,7 +18,7 @@ from rich.table import Table
 from prong.lab.methods import Settings
 from prong.lab.training import Row, Run
 
-NONE = "–"
+NONE = "-"
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def minibatches(examples: Tensor, size: int, seed: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(examples), generator=generator)
-        for indices in order[: len(order) // size * size].split(size):
+        for indices in torch.split(order[: len(order) // size * size], size):
             yield examples[indices]
 
 
@@ -103,7 +103,7 @@ def squared_error(model: nn.Module, examples: Tensor) -> float:
         Divergence: if it is not finite.
     """
     model.eval()  # PRONG leaves such forwards out of its statistics
-    total = sum((torch.sigmoid(model(x)) - x).square().sum().item() for x in examples.split(500))
+    total = sum((torch.sigmoid(model(x)) - x).square().sum().item() for x in torch.split(examples, 500))
     model.train()
     if not math.isfinite(total):
         raise Divergence(f"the squared error is {total}")

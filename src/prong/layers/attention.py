@@ -5,7 +5,6 @@ The output projection is a layer of its own (`out_proj`), with whose weights att
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +13,13 @@ from torch import Tensor, nn
 
 from prong.layers.base import Explicit, Implicit, Site, WhitenedLayer, canonical_property
 from prong.layers.layout import Layout
+
+
+class _Projection:
+    """What torch's forward reads of an output projection."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
 
 
 class _View:
@@ -75,9 +81,9 @@ class AttentionKind(WhitenedLayer):
             replaced |= self._input_projections(projections)
         if listening:
             identity = torch.eye(self.embed_dim, dtype=W_out.dtype, device=W_out.device)
-            replaced["out_proj"] = SimpleNamespace(weight=identity, bias=None)
+            replaced["out_proj"] = _Projection(weight=identity, bias=None)
         else:
-            replaced["out_proj"] = SimpleNamespace(weight=W_out, bias=b_out)
+            replaced["out_proj"] = _Projection(weight=W_out, bias=b_out)
         if watched or listening:  # torch's fused path for evaluation knows nothing of our detours
             replaced |= {"training": True, "dropout": self.dropout if self.training else 0.0}
         plain_forward: Any = nn.MultiheadAttention.forward

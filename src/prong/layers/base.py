@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from prong.gradients import OutputGradients
 from prong.layers.layout import Layout
 from prong.layers.natural import Switch, naturalize
+from prong.precision import full_precision
 from prong.projection import Pair, to_canonical, to_whitened
 from prong.statistics import MeanSquare, Moments
 from prong.whitening import Basis, Whitening
@@ -21,6 +22,11 @@ from prong.whitening import Basis, Whitening
 def in_backward() -> bool:
     """Whether a backward pass is running (activation checkpointing runs forwards inside it)."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def in_transform() -> bool:
+    """Whether a transform of `torch.func` (vmap, grad, jvp) is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class Inputs(NamedTuple):
@@ -89,7 +95,7 @@ def _whitened_squares(rows: Tensor, zeros: float, whitening: Whitening) -> tuple
     assert whitening.U is not None
     U, c = whitening.U, whitening.c
     rows = rows.to(U.dtype)
-    with torch.autocast(rows.device.type, enabled=False):
+    with full_precision(rows):
         x = (rows if c is None else rows - c.unsqueeze(1)) @ U.mT
         squares = x.square().sum(1)
         if zeros and c is not None:
@@ -151,11 +157,11 @@ class WhitenedLayer(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # statistics are Python objects
     def _record(self, site: Site, h: Tensor) -> None:
-        if in_backward():  # activation checkpointing runs the forward again: seen already
+        if in_backward() or in_transform():  # checkpointing runs forwards again; under vmap there are no values
             return
         if site.training_only and not self.training and not torch.is_grad_enabled():  # evaluation between updates
             return
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             self._add(site, *self.input_rows(site, h.detach()))
 
     def _add(self, site: Site, rows: Tensor, zeros: float, examples: int) -> None:
@@ -199,7 +205,7 @@ class WhitenedLayer(nn.Module):
         # A copy trains on its own: open windows and the optimizer stay with the original.
         bare = {"inputs": None, "spread": None, "outputs": None, "examples": 0.0}
         sites = tuple(Site(**{**vars(site), **bare}) for site in self.sites)
-        return {**self.__dict__, "sites": sites, "owner": None}
+        return {**self.__dict__, "sites": sites, "switch": Switch(), "owner": None}
 
 
 class Implicit(WhitenedLayer):
@@ -229,8 +235,8 @@ def trained_name(name: str) -> str:
 class Explicit(WhitenedLayer):
     """Whitened parameters V, d, trained by any optimizer; U and c are constants of the layer.
 
-    `weight` and `bias` are the canonical W and b, and so is what `state_dict` holds: checkpoints of plain and
-    whitened models are the same. V and d are the plain layer's own Parameter objects with other values.
+    `weight` and `bias` are the canonical W and b, computed and read-only, and so is what `state_dict` holds: checkpoints
+    of plain and whitened models are the same; `load_state_dict` is the way to write them. V and d are the plain layer's own Parameter objects with other values.
     """
 
     form = "explicit"

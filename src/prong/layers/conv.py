@@ -16,7 +16,10 @@ def thin(rows: Tensor, examples: int, max_positions: int | None) -> Tensor:
     """At most `max_positions` evenly spaced rows per example, of rows (groups, rows, in)."""
     if max_positions is None or rows.shape[1] <= max_positions * examples:
         return rows
-    return rows[:, :: math.ceil(rows.shape[1] / (max_positions * examples))]
+    stride = math.ceil(rows.shape[1] / (max_positions * examples))
+    while math.gcd(stride, rows.shape[1] // examples) > 1:  # or it would visit the same columns of every map
+        stride += 1
+    return rows[:, ::stride]
 
 
 class ConvKind(WhitenedLayer):

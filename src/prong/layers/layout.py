@@ -37,8 +37,8 @@ class Layout:
         return W.reshape(self.groups, self.outputs, self.features, -1).transpose(2, 3)
 
     def unpack(self, X: Tensor) -> Tensor:
-        """The inverse of `pack`."""
-        return (X.permute(0, 3, 1, 2) if self.transposed else X.transpose(2, 3)).reshape(self.shape)
+        """The inverse of `pack`, contiguous as torch's own weights are."""
+        return (X.permute(0, 3, 1, 2) if self.transposed else X.transpose(2, 3)).reshape(self.shape).contiguous()
 
     def pack_bias(self, b: Tensor) -> Tensor:
         """The stored bias as (groups, out)."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prong.layers.layout import Layout
+from prong.precision import full_precision
 from prong.projection import natural_gradient
 
 
@@ -50,6 +51,12 @@ class _Naturalize(torch.autograd.Function):
         nW, nb = natural_gradient(layout.pack(gW), bias, P, c)
         return layout.unpack(nW), None if nb is None else nb.reshape(-1), None, None, None, None
 
+
+class _NaturalizeForwardMode(_Naturalize):
+    """With forward-mode derivatives, which torch.compile does not trace."""
+
+    generate_vmap_rule = True
+
     @staticmethod
     def jvp(ctx: Any, tW: Tensor, tb: Tensor | None, *_: Any) -> Any:
         return (tW.view_as(tW), tb.view_as(tb)) if ctx.b and tb is not None else tW.view_as(tW)
@@ -59,9 +66,10 @@ def naturalize(
     W: Tensor, b: Tensor | None, P: Tensor, c: Tensor | None, layout: Layout, switch: Switch
 ) -> tuple[Tensor, Tensor | None]:
     """(W, b) unchanged, with gradients that become natural on their way back."""
+    function = _Naturalize if torch.compiler.is_compiling() else _NaturalizeForwardMode
     if b is None:
-        return _Naturalize.apply(W, None, P, None, layout, switch), None  # type: ignore[no-untyped-call]
-    return _Naturalize.apply(W, b, P, c, layout, switch)  # type: ignore[no-untyped-call, no-any-return]
+        return function.apply(W, None, P, None, layout, switch), None  # type: ignore[no-untyped-call]
+    return function.apply(W, b, P, c, layout, switch)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _NaturalLinear(torch.autograd.Function):
@@ -75,37 +83,42 @@ class _NaturalLinear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(h: Tensor, W: Tensor, b: Tensor | None, P: Tensor, c: Tensor | None, switch: Switch) -> Tensor:
+    def forward(
+        h: Tensor, W: Tensor, b: Tensor | None, again: Tensor, P: Tensor, c: Tensor | None, switch: Switch
+    ) -> Tensor:
         return F.linear(h, W, b)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        h, W, b, P, c, ctx.switch = inputs
-        ctx.save_for_backward(h, W, b, P, c)
+        h, W, _, again, P, c, ctx.switch = inputs
+        ctx.save_for_backward(h, again, P, c)
         ctx.save_for_forward(h, W)
 
     @staticmethod
     def backward(ctx: Any, delta: Tensor) -> Any:
-        h, W, b, P, c = ctx.saved_tensors
+        h, W, P, c = ctx.saved_tensors
         need_h, need_W, need_b = ctx.needs_input_grad[:3]
         gh = nW = nb = None
         if need_h:
-            # Differentiated again, W must pass its second gradient through the same map as its first.
-            again = torch.is_grad_enabled() and W.requires_grad and not ctx.switch.ordinary
-            weight = naturalize(W, b, P, c, Layout(tuple(W.shape)), ctx.switch)[0] if again else W
-            gh = (delta @ weight.to(delta.dtype)).to(h.dtype)
-        rows = delta.reshape(-1, delta.shape[-1]).to(W.dtype)  # (rows, out)
-        gb = rows.sum(0) if need_b else None
-        if need_W:
-            inputs = h.reshape(-1, h.shape[-1]).to(W.dtype)  # (rows, in)
-            if ctx.switch.ordinary:
-                return gh, rows.mT @ inputs, gb, None, None, None
-            centre = c[0] if need_b and c is not None else None
-            nW = rows.mT @ ((inputs if centre is None else inputs - centre) @ P[0])
-            nb = gb if gb is None or centre is None else gb - nW @ centre
-        else:
-            nb = gb
-        return gh, nW, nb, None, None, None
+            gh = (delta @ W.to(delta.dtype)).to(h.dtype)
+        with full_precision(W):
+            rows = delta.reshape(-1, delta.shape[-1]).to(W.dtype)  # (rows, out)
+            nb = rows.sum(0) if need_b else None
+            if need_W:
+                inputs = h.reshape(-1, h.shape[-1]).to(W.dtype)  # (rows, in)
+                centre = c[0] if c is not None and nb is not None and not ctx.switch.ordinary else None
+                if centre is not None:
+                    inputs = inputs - centre
+                nW = rows.mT @ (inputs if ctx.switch.ordinary else inputs @ P[0])
+                if centre is not None and nb is not None:
+                    nb = nb - nW @ centre
+        return gh, nW, nb, None, None, None, None
+
+
+class _NaturalLinearForwardMode(_NaturalLinear):
+    """With forward-mode derivatives, which torch.compile does not trace."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def jvp(ctx: Any, th: Tensor | None, tW: Tensor | None, tb: Tensor | None, *_: Any) -> Tensor:
@@ -119,5 +132,8 @@ class _NaturalLinear(torch.autograd.Function):
 def natural_linear(h: Tensor, W: Tensor, b: Tensor | None, P: Tensor, c: Tensor | None, switch: Switch) -> Tensor:
     """`F.linear(h, W, b)` with natural gradients, by whichever order of multiplication is cheaper."""
     if h.numel() // max(h.shape[-1], 1) < W.shape[0]:
-        return _NaturalLinear.apply(h, W, b, P, c, switch)  # type: ignore[no-untyped-call, no-any-return]
+        # Differentiated twice, W receives gradients through the backward too; `again` makes those natural.
+        again = naturalize(W, b, P, c, Layout(tuple(W.shape)), switch)[0]
+        function = _NaturalLinear if torch.compiler.is_compiling() else _NaturalLinearForwardMode
+        return function.apply(h, W, b, again, P, c, switch)  # type: ignore[no-untyped-call, no-any-return]
     return F.linear(h, *naturalize(W, b, P, c, Layout(tuple(W.shape)), switch))
