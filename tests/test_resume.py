@@ -18,6 +18,7 @@ OPTIONS = {
     "plus": {"plus": True},
     "balance": {"balance": True},
     "empirical": {"gradient_whitening": "empirical"},
+    "categorical": {"gradient_whitening": "categorical"},
     "nesterov, reset": {"nesterov": True, "on_refresh": "reset"},
 }
 
@@ -31,6 +32,7 @@ def through_a_file(state):
 
 def make(model_of, options):
     model = model_of()
+    torch.manual_seed(0)
     return model, prong.PRONG(model, 0.02, eps=0.1, period=8, samples=40, **options)
 
 
@@ -92,7 +94,7 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing(form):
         "layers": _trained(mlp(), "explicit" if form == "implicit" else "implicit"),
     }
     for message, other in others.items():
-        with pytest.raises(ValueError, match="parameters|model|PRONG|layers"):
+        with pytest.raises(ValueError, match=r"parameters|model|PRONG|layers"):
             optimizer.load_state_dict(other)
         torch.testing.assert_close(canonical(model), before, **EXACT)
         now = optimizer.state_dict()

@@ -32,7 +32,9 @@ class GradientWhitening:
             layer, from the training gradients, hence of the labels in the data), or the distribution that the
             model's output parametrises, "categorical", "bernoulli" or "gaussian" (a matrix per layer, from labels
             drawn from the model: the Fisher's own).
-        eps: damping of the matrices, relative to their mean diagonal.
+        eps: damping of the matrices, relative to their mean diagonal. It does not stop them from growing without
+            bound as a network fits its data perfectly and its gradients vanish; the paper, too, found this version less
+            stable. Balance, which follows every update, is not so easily upset.
 
     Attributes:
         loss_scale: what the mean loss over a batch was multiplied by before `backward` (a GradScaler's scale, one
@@ -51,6 +53,7 @@ class GradientWhitening:
         self.loss_scale: LossScale = 1.0
         self.Q: dict[str, Tensor] = {}
         self._ordinary: list[tuple[Tensor, Tensor]] = []
+        self._random: torch.Generator | None = None
         if self._sampled:
             model.register_forward_hook(self._draw)
         if source == BALANCE:
@@ -87,11 +90,15 @@ class GradientWhitening:
         gathered = {
             name: site.outputs.state_dict() for name, (_, site) in self.sites.items() if site.outputs is not None
         }
-        return {"source": self.source, "Q": dict(self.Q), "gathered": gathered}
+        state = {"source": self.source, "Q": dict(self.Q), "gathered": gathered}
+        return state if self._random is None else {**state, "random": self._random.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` gave."""
         self.Q = {name: Q.to(self.sites[name][0].pair(self.sites[name][1])[0].device) for name, Q in state["Q"].items()}
+        if "random" in state:
+            layer, site = next(iter(self.sites.values()))
+            self._generator(layer.pair(site)[0].device).set_state(state["random"])
         for _, site in self.sites.values():
             site.outputs = None
         for name, gathered in state["gathered"].items():
@@ -103,6 +110,12 @@ class GradientWhitening:
     def _per_example(self, examples: int) -> float:
         scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
         return examples / scale
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        """A source of random numbers of our own: the user's are left alone."""
+        if self._random is None or self._random.device != device:
+            self._random = torch.Generator(device).manual_seed(torch.initial_seed())
+        return self._random
 
     def _draw(self, model: nn.Module, args: Any, output: Any) -> None:
         """After a forward with open windows: backpropagate labels drawn from the model to every watched output."""
@@ -117,8 +130,7 @@ class GradientWhitening:
                 f"gradient_whitening={self.source!r} needs a model whose output is one tensor of the distribution's "
                 f"parameters, got {type(output).__name__}; use gradient_whitening='empirical'"
             )
-        with torch.random.fork_rng([output.device.index or 0] if output.device.type == "cuda" else []):
-            drawn = sampled_output_gradient(output.detach(), self.source)  # type: ignore[arg-type]
+        drawn = sampled_output_gradient(output.detach(), self.source, self._generator(output.device))  # type: ignore[arg-type]
         deltas = torch.autograd.grad(
             output,
             [entry[1] for entry in pending],

@@ -102,7 +102,9 @@ def precondition(gradient: Tensor, Q: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sampled_output_gradient(output: Tensor, distribution: Distribution) -> Tensor:
+def sampled_output_gradient(
+    output: Tensor, distribution: Distribution, generator: torch.Generator | None = None
+) -> Tensor:
     """The gradient of -log p(y) with respect to the model's output, with y drawn from the model itself.
 
     categorical   softmax(output) - onehot(y), classes where `F.cross_entropy` has them
@@ -110,13 +112,13 @@ def sampled_output_gradient(output: Tensor, distribution: Distribution) -> Tenso
     gaussian      output - y = -noise of unit variance, elementwise
     """
     if distribution == "gaussian":
-        return torch.randn_like(output)
+        return torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
     if distribution == "bernoulli":
         p = output.sigmoid()
-        return p - torch.bernoulli(p)
+        return p - torch.bernoulli(p, generator=generator)
     classes_at = 0 if output.dim() == 1 else 1
     p = output.softmax(classes_at)
     rows = p.movedim(classes_at, -1)
-    y = torch.multinomial(rows.reshape(-1, rows.shape[-1]).float(), 1).view(rows.shape[:-1])
+    y = torch.multinomial(rows.reshape(-1, rows.shape[-1]).float(), 1, generator=generator).view(rows.shape[:-1])
     onehot = torch.zeros_like(rows).scatter_(-1, y.unsqueeze(-1), 1)
     return p - onehot.movedim(-1, classes_at)

@@ -130,8 +130,8 @@ def transport_gradient(gV: Tensor, gd: Tensor | None, transition: Transition) ->
 def transport_square(sV: Tensor, sd: Tensor | None, transition: Transition) -> Pair:
     """Mean squares of gradients in the new coordinates, entries taken as uncorrelated.
 
-    `transport_gradient` with the entries of M^-T squared; exact when M is diagonal and the centre stays. The shift is left out: gV and gd are
-    anything but uncorrelated, and adding their squares measurably overestimates (docs/log.md).
+    `transport_gradient` with the entries of M^-T squared; exact when M is diagonal and the centre stays. The shift
+    is left out: gV and gd are anything but uncorrelated (docs/log.md has what was tried).
     """
     return times(sV, _transposed(transition.M_inv.square())), sd
 

@@ -235,8 +235,9 @@ def trained_name(name: str) -> str:
 class Explicit(WhitenedLayer):
     """Whitened parameters V, d, trained by any optimizer; U and c are constants of the layer.
 
-    `weight` and `bias` are the canonical W and b, computed and read-only, and so is what `state_dict` holds: checkpoints
-    of plain and whitened models are the same; `load_state_dict` is the way to write them. V and d are the plain layer's own Parameter objects with other values.
+    `weight` and `bias` are the canonical W and b, computed and read-only, and so is what `state_dict` holds:
+    checkpoints of plain and whitened models are the same, and `load_state_dict` is the way to write them. V and d are
+    the plain layer's own Parameter objects with other values.
     """
 
     form = "explicit"

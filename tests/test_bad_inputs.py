@@ -1,0 +1,128 @@
+"""Wrong input is named at the border, and model, optimizer and statistics are as they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.training import batches, canonical, mlp, run
+from torch import nn
+
+import prong
+
+EXACT = {"rtol": 0.0, "atol": 0.0}
+
+CONSTRUCTION = {
+    "eps zero": ({"eps": 0.0}, ValueError, "eps"),
+    "eps negative": ({"eps": -1e-3}, ValueError, "eps"),
+    "eps nan": ({"eps": float("nan")}, ValueError, "eps"),
+    "eps text": ({"eps": "small"}, TypeError, "eps"),
+    "period zero": ({"period": 0}, ValueError, "period"),
+    "period fraction": ({"period": 10.5}, TypeError, "period"),
+    "one sample": ({"samples": 1}, ValueError, "samples"),
+    "unknown source": ({"source": "loader"}, ValueError, "loader itself"),
+    "source number": ({"source": 3}, TypeError, "batches"),
+    "unknown form": ({"form": "both"}, ValueError, "form"),
+    "unknown policy": ({"on_refresh": "forget"}, ValueError, "on_refresh"),
+    "negative lr": ({"lr": -1.0}, ValueError, "learning rate"),
+    "nesterov without momentum": ({"nesterov": True, "momentum": 0.0}, ValueError, "Nesterov"),
+}
+
+
+@pytest.mark.parametrize(("options", "error", "message"), CONSTRUCTION.values(), ids=CONSTRUCTION)
+def test_a_wrong_option_is_named_and_the_model_stays_plain(options, error, message):
+    model = mlp()
+    with pytest.raises(error, match=message):
+        prong.PRONG(model, **{"lr": 0.1, **options})
+    assert type(model[0]) is nn.Linear
+    prong.PRONG(model, 0.1)  # and can still be trained
+
+
+@pytest.mark.parametrize("model", [None, 3, [nn.Linear(2, 2)], nn.Linear])
+def test_what_is_not_a_model_is_refused(model):
+    with pytest.raises(TypeError, match="Module"):
+        prong.PRONG(model, 0.1)
+
+
+def test_a_model_with_nothing_to_whiten_is_refused():
+    with pytest.raises(ValueError, match="nothing in this Sequential can be whitened"):
+        prong.PRONG(nn.Sequential(nn.Embedding(5, 3), nn.LayerNorm(3)), 0.1)
+
+
+@pytest.mark.parametrize("form", ["implicit", "explicit"])
+def test_two_optimizers_on_one_model_are_refused(form):
+    model = mlp()
+    first = prong.PRONG(model, 0.02, eps=0.1, period=2, samples=16, form=form)
+    with pytest.raises(ValueError, match="another PRONG"):
+        prong.PRONG(model, 0.1)
+    run(model, first, batches(model, 4))  # the first goes on
+    assert model[0].sites[0].whitening is not None
+    prong.PRONG(prong.fold_(model), 0.1)  # the way out that the message names
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("form", ["implicit", "explicit"])
+def test_nan_or_infinite_activations_in_a_window_are_named_and_nothing_changes(form, value):
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.02, eps=0.1, period=8, samples=64, form=form)
+    data = batches(model, 4)
+    run(model, optimizer, data[:3])
+    before, state = canonical(model), optimizer.state_dict()
+    bad = data[3][0].clone()
+    bad[5, 1] = value
+    with pytest.raises(FloatingPointError, match="layer '0'.*NaN or inf"):
+        model(bad)
+    torch.testing.assert_close(canonical(model), before, **EXACT)
+    torch.testing.assert_close(optimizer.state_dict()["prong"], state["prong"], **EXACT)
+    run(model, optimizer, data[3:])  # and training can go on
+
+
+def test_activations_too_large_to_square_are_named_before_the_whitening_changes():
+    model = mlp(dtype=torch.float32)
+    optimizer = prong.PRONG(model, 0.0, 0.0, eps=0.1, period=8, samples=64)
+    x, y = batches(model, 1)[0]
+    F.cross_entropy(model(x * 1e30), y).backward()
+    with pytest.raises(FloatingPointError, match="layer '0'.*too large"):
+        optimizer.step()
+    assert model[0].sites[0].whitening is None
+
+
+@pytest.mark.parametrize("form", ["implicit", "explicit"])
+def test_a_refresh_during_backward_is_refused(form):
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.02, form=form)
+    x, y = batches(model, 1)[0]
+    z = model(x)
+    z.register_hook(lambda g: optimizer.refresher.refresh())
+    with pytest.raises(RuntimeError, match="backward"):
+        F.cross_entropy(z, y).backward()
+
+
+def test_a_frozen_layer_is_no_trouble():
+    for form in ("implicit", "explicit"):
+        model = mlp()
+        model[2].requires_grad_(False)
+        frozen = model[2].weight.detach().clone(), model[2].bias.detach().clone()
+        optimizer = prong.PRONG(model, 0.02, eps=0.1, period=4, samples=32, form=form)
+        losses = run(model, optimizer, batches(model, 1) * 20)
+        assert losses[-1] < losses[0]
+        prong.fold_(model)
+        torch.testing.assert_close((model[2].weight.detach(), model[2].bias.detach()), frozen, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", ["implicit", "explicit"])
+@pytest.mark.parametrize("kind", ["dead", "constant", "few samples", "width 1"])
+def test_degenerate_inputs_are_no_trouble(form, kind):
+    torch.manual_seed(0)
+    inputs = 1 if kind == "width 1" else 20
+    model = nn.Sequential(nn.Linear(inputs, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    x = torch.randn(4 if kind == "few samples" else 32, inputs, dtype=torch.float64)
+    if kind == "dead":
+        x.zero_()
+    if kind == "constant":
+        x = torch.full_like(x, 3.0)
+    y = torch.randint(3, (len(x),))
+    optimizer = prong.PRONG(model, 0.01, eps=0.1, period=3, samples=len(x), form=form)
+    losses = run(model, optimizer, [(x, y)] * 12)
+    assert all(torch.isfinite(loss) for loss in losses)
+    assert losses[-1] <= losses[0]

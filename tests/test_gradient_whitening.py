@@ -1,0 +1,166 @@
+"""W = R^T V U: whitening of gradients, and its scalar version."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.training import DOUBLE, batches, canonical, convnet, mlp, run
+from torch import nn
+
+import prong
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-10}
+SOURCES = [{"balance": True}, {"gradient_whitening": "empirical"}, {"gradient_whitening": "categorical"}]
+IDS = ["balance", "empirical", "categorical"]
+
+
+@pytest.mark.parametrize("options", SOURCES, ids=IDS)
+@pytest.mark.parametrize("make", [mlp, convnet])
+def test_both_forms_walk_the_same_path(make, options):
+    paths = []
+    for form in ("implicit", "explicit"):
+        model = make()
+        torch.manual_seed(5)
+        optimizer = prong.PRONG(model, 0.005, eps=0.3, period=6, samples=32, form=form, **options)
+        run(model, optimizer, batches(model, 20))
+        assert optimizer.refresher.gradients.Q
+        paths.append(canonical(model))
+    torch.testing.assert_close(*paths, **CLOSE)
+
+
+@pytest.mark.parametrize("options", SOURCES, ids=IDS)
+def test_it_trains(options):
+    model = mlp()
+    data = [(x, (x[:, :4] - x[:, 2:]).argmax(1)) for x, _ in batches(model, 80)]
+    losses = run(model, prong.PRONG(model, 0.01, eps=0.3, period=8, samples=64, **options), data)
+    assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
+
+
+def test_the_step_is_the_kronecker_factored_natural_gradient():
+    """Q (gW - gb c^T) P with Q from per-example output gradients of the training loss."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3).double()
+    h, y = torch.randn(30, 5, dtype=DOUBLE) + 1, torch.randint(3, (30,))
+    optimizer = prong.PRONG(model, 0.1, 0.0, eps=0.2, gradient_whitening="empirical")
+    prong.refresh_(model, h, eps=0.2)
+
+    z = model(h).detach().requires_grad_()
+    delta = torch.autograd.grad(F.cross_entropy(z, y, reduction="sum"), z)[0]  # per example: no mean
+    G = delta.T @ delta / 30
+    Q = torch.linalg.inv(G + 0.2 * G.diagonal().mean() * torch.eye(3, dtype=DOUBLE))
+    run(model, optimizer, [(h, y)])  # gathers, and refreshes after it
+    torch.testing.assert_close(optimizer.refresher.gradients.Q[""][0], Q, **CLOSE)
+
+    W, b = model.weight.detach().clone(), model.bias.detach().clone()
+    optimizer.zero_grad()
+    F.cross_entropy(model(h), y).backward()
+    nW, nb = model.weight.grad.clone(), model.bias.grad.clone()
+    Q = optimizer.refresher.gradients.Q[""][0].clone()
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), W - 0.1 * Q @ nW, **CLOSE)
+    torch.testing.assert_close(model.bias.detach(), b - 0.1 * Q @ nb, **CLOSE)
+    torch.testing.assert_close(model.weight.grad, nW, rtol=0, atol=0)  # what the user sees is untouched
+
+
+def test_labels_drawn_from_the_model_give_its_own_fisher_factor():
+    """Many draws: G tends to diag(p) - p p^T averaged over inputs."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    optimizer = prong.PRONG(model, 0.0, 0.0, eps=1e-3, period=10**6, samples=10**6, gradient_whitening="categorical")
+    optimizer.refresher.next_refresh = lambda: 10**9
+    h = torch.randn(500, 4, dtype=DOUBLE)
+    for _ in range(60):
+        model(h)
+    p = model(h).softmax(1)
+    expected = (torch.diag_embed(p) - p[:, :, None] * p[:, None, :]).mean(0)
+    outputs = optimizer.refresher.sites[""][1].outputs
+    torch.testing.assert_close((outputs.total / outputs.examples)[0], expected.detach(), rtol=0, atol=7e-3)
+
+
+def test_drawing_labels_leaves_gradients_and_the_random_state_alone():
+    model = mlp()
+    prong.PRONG(model, 0.0, eps=0.1, gradient_whitening="categorical")
+    x, y = batches(model, 1)[0]
+    state = torch.get_rng_state()
+    loss = F.cross_entropy(model(x), y)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+    loss.backward()
+
+
+def test_balance_divides_by_the_mean_square_of_per_example_output_gradients():
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3).double()
+    h, y = torch.randn(30, 5, dtype=DOUBLE), torch.randn(30, 3, dtype=DOUBLE)
+    optimizer = prong.PRONG(model, 0.1, 0.0, balance=True)
+    W = model.weight.detach().clone()
+    delta = (model(h) - y).detach()
+    (0.5 * (model(h) - y).square().sum(1).mean()).backward()
+    expected = W - 0.1 * model.weight.grad / delta.square().mean()
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("form", ["implicit", "explicit"])
+def test_loss_scaling_and_accumulation_are_undone_when_told_of(form):
+    paths = []
+    for parts, scale in ((1, 1.0), (4, 1.0), (1, 1024.0)):
+        model = mlp()
+        optimizer = prong.PRONG(model, 0.01, eps=0.3, period=4, samples=32, form=form, balance=True)
+        optimizer.loss_scale = lambda parts=parts, scale=scale: scale / parts
+        for x, y in batches(model, 10):
+            optimizer.zero_grad()
+            for px, py in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                (scale / parts * F.cross_entropy(model(px), py)).backward()
+            for p in model.parameters():
+                p.grad /= scale
+            optimizer.step()
+        paths.append(canonical(model))
+    torch.testing.assert_close(paths[0], paths[1], **CLOSE)
+    torch.testing.assert_close(paths[0], paths[2], **CLOSE)
+
+
+def test_attention_is_watched_too():
+    class Attending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.attention, self.head = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 4)
+            self.double()
+
+        def forward(self, x):
+            return self.head(self.attention(x[:, None] * self.steps, x[:, None] * self.steps, x[:, None])[0].mean(1))
+
+        steps = torch.linspace(0.5, 1, 1, dtype=DOUBLE)[:, None]
+
+    paths = []
+    for form in ("implicit", "explicit"):
+        model = Attending()
+        optimizer = prong.PRONG(model, 0.005, eps=0.3, period=6, samples=32, form=form, gradient_whitening="empirical")
+        run(model, optimizer, batches(model, 10))
+        assert set(optimizer.refresher.gradients.Q) >= {"attention.v", "attention.out_proj", "head"}
+        paths.append(canonical(model))
+    torch.testing.assert_close(*paths, **CLOSE)
+
+
+def test_wrong_choices_are_refused():
+    with pytest.raises(ValueError, match="choose one"):
+        prong.PRONG(mlp(), 0.1, balance=True, gradient_whitening="empirical")
+    with pytest.raises(ValueError, match="categorical"):
+        prong.PRONG(mlp(), 0.1, gradient_whitening="poisson")
+
+
+def test_a_model_whose_output_is_not_a_tensor_cannot_draw_labels():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.linear(x), x
+
+    model = Two()
+    prong.PRONG(model, 0.1, gradient_whitening="gaussian")
+    with pytest.raises(TypeError, match="empirical"):
+        model(torch.randn(4, 3))

@@ -1,0 +1,107 @@
+"""PRONG+: a diagonal rescaling after every update, function preserved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.training import batches, canonical, convnet, mlp, run
+
+import prong
+from prong.schedule import PLUS_DECAY
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def plus(model, **options):
+    return prong.PRONG(model, 0.02, eps=0.1, period=64, samples=32, plus=True, **options)
+
+
+def test_its_form_is_explicit():
+    model = mlp()
+    plus(model)
+    assert all(row.whitened == "explicit" for row in prong.summary(model))
+
+
+@pytest.mark.parametrize("make", [mlp, convnet])
+def test_the_function_and_the_canonical_velocity_stay_when_u_is_rescaled(make):
+    model = make()
+    data = batches(model, 3)
+    optimizer = plus(model)
+    run(model, optimizer, data[:2])  # refreshes after 1 and 2
+    x, y = data[2]
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    before, U = canonical(model), model[0].sites[0].whitening.U.clone()
+    velocity = _canonical_velocity(model[0], optimizer)
+    optimizer.refresher._rescale()
+    assert not torch.allclose(model[0].sites[0].whitening.U, U)
+    torch.testing.assert_close(canonical(model), before, **CLOSE)
+    torch.testing.assert_close(_canonical_velocity(model[0], optimizer), velocity, **CLOSE)
+
+
+def _canonical_velocity(layer, optimizer):
+    (site,) = layer.sites
+    return site.layout.pack(optimizer.state[layer.V]["momentum_buffer"]).flatten(1, 2) @ site.whitening.U
+
+
+def test_the_scale_is_the_running_deviation_of_whitened_activations():
+    model = mlp()
+    data = batches(model, 3)
+    optimizer = plus(model)
+    run(model, optimizer, data[:2])
+    whitening = model[0].sites[0].whitening
+    run(model, optimizer, data[2:])
+    variance = ((data[2][0] - whitening.c[0]) @ whitening.U[0].T).square().mean(0)
+    s = (PLUS_DECAY + (1 - PLUS_DECAY) * variance).sqrt()
+    torch.testing.assert_close(model[0].sites[0].whitening.U[0], whitening.U[0] / s[:, None], **CLOSE)
+    torch.testing.assert_close(model[0].sites[0].whitening.U_inv[0], whitening.U_inv[0] * s, **CLOSE)
+
+
+def test_padded_zeros_count_in_the_scale_of_a_convolution():
+    model = convnet()
+    data = batches(model, 3)
+    optimizer = plus(model)
+    run(model, optimizer, data[:2])
+    whitening = model[0].sites[0].whitening
+    run(model, optimizer, data[2:])
+    padded = F.pad(data[2][0], (1, 1, 1, 1)).movedim(1, -1).reshape(-1, 2)
+    variance = ((padded - whitening.c[0]) @ whitening.U[0].T).square().mean(0)
+    s = (PLUS_DECAY + (1 - PLUS_DECAY) * variance).sqrt()
+    torch.testing.assert_close(model[0].sites[0].whitening.U[0], whitening.U[0] / s[:, None], **CLOSE)
+
+
+def test_it_is_a_diagonal_preconditioner_in_the_whitened_basis():
+    """The same path as dividing V's gradient by the product of all s^2 so far, columnwise, without momentum."""
+    model, other = mlp(), mlp()
+    data = batches(model, 6)
+    optimizer = prong.PRONG(model, 0.02, 0.0, eps=0.1, period=64, samples=32, plus=True)
+    reference = prong.PRONG(other, 0.02, 0.0, eps=0.1, period=64, samples=32, form="explicit")
+    run(model, optimizer, data[:2])
+    run(other, reference, data[:2])
+    optimizer.refresher.next_refresh = reference.refresher.next_refresh = lambda: 10**9
+    for pair in data[2:]:
+        scales = [
+            (old.sites[0].whitening.U[0].norm(dim=1) / new.sites[0].whitening.U[0].norm(dim=1))
+            for old, new in zip(other[::2], model[::2], strict=True)
+        ]
+        reference.zero_grad()
+        F.cross_entropy(other(pair[0]), pair[1]).backward()
+        for layer, s in zip(other[::2], scales, strict=True):
+            layer.V.grad.div_(s.square())
+        reference.step()
+        run(model, optimizer, [pair])
+    torch.testing.assert_close(canonical(model), canonical(other), **CLOSE)
+
+
+def test_it_trains():
+    model = mlp()
+    losses = run(model, plus(model), batches(model, 1) * 60)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_it_needs_the_explicit_form_and_the_principal_basis():
+    with pytest.raises(ValueError, match="explicit"):
+        plus(mlp(), form="implicit")
+    with pytest.raises(ValueError, match="pca"):
+        plus(prong.whiten_(mlp(), "explicit", basis="zca"))

@@ -1,0 +1,251 @@
+"""When refreshes come, from which samples, and what becomes of momentum."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.training import DOUBLE, batches, canonical, mlp, run
+from torch import nn
+
+import prong
+from prong.statistics import Moments
+
+EXACT = {"rtol": 0.0, "atol": 0.0}
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def refresh_times(optimizer, model, data):
+    """After which updates the whitening of the first layer was replaced."""
+    times, last = [], model[0].sites[0].whitening
+    for number, pair in enumerate(data, 1):
+        run(model, optimizer, [pair])
+        if model[0].sites[0].whitening is not last:
+            times.append(number)
+            last = model[0].sites[0].whitening
+    return times
+
+
+@pytest.mark.parametrize("source", ["window", "ema", "loader"])
+def test_refreshes_come_after_1_2_4_and_then_every_period(source):
+    model = mlp()
+    data = batches(model, 25)
+    chosen = [x for x, _ in data] if source == "loader" else source
+    optimizer = prong.PRONG(model, 0.01, eps=0.1, period=6, samples=16, source=chosen)
+    assert (model[0].sites[0].whitening is not None) == (source == "loader")  # the paper's line 5: at t = 0 too
+    assert refresh_times(optimizer, model, data) == [1, 2, 4, 6, 12, 18, 24]
+
+
+def test_period_one_refreshes_after_every_update():
+    model = mlp()
+    assert refresh_times(prong.PRONG(model, 0.01, eps=0.1, period=1, samples=16), model, batches(model, 5)) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+
+
+def test_a_window_holds_the_forwards_just_before_the_refresh():
+    """Period 8, 32 samples of batches of 16: the window before update 16 is updates 15 and 16."""
+    model = mlp()
+    data = batches(model, 16)
+    run(model, prong.PRONG(model, 0.0, 0.0, eps=0.1, period=8, samples=32), data)
+    expected = Moments(1, 6, DOUBLE)
+    expected.add(torch.cat([x for x, _ in data[14:]])[None])
+    whitening = model[0].sites[0].whitening
+    torch.testing.assert_close(whitening.c, expected.mean, **CLOSE)
+    dense = torch.linalg.inv(expected.covariance() + 0.1 * torch.eye(6, dtype=DOUBLE))
+    torch.testing.assert_close(whitening.P, dense, **CLOSE)
+
+
+def test_windows_are_open_only_when_needed():
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.0, 0.0, eps=0.1, period=8, samples=32)
+    is_open = []
+    for pair in batches(model, 16):
+        is_open.append(model[0].sites[0].inputs is not None)
+        run(model, optimizer, [pair])
+    assert is_open == [True] * 4 + [False, False, True, True] + [False] * 6 + [True] * 2
+    assert optimizer.refresher._rates["0"] == 16
+
+
+def test_where_refreshes_are_closer_than_a_window_older_samples_fade():
+    model = mlp()
+    data = batches(model, 2)
+    run(model, prong.PRONG(model, 0.0, 0.0, eps=0.1, period=100, samples=32), data)
+    (first, _), (second, _) = data
+    expected = Moments(1, 6, DOUBLE)
+    expected.add(first[None])
+    expected.decay(0.5)  # 16 of 32 samples were replaced
+    expected.add(second[None])
+    torch.testing.assert_close(model[0].sites[0].whitening.c, expected.mean, **CLOSE)
+
+
+def test_evaluation_between_updates_is_not_counted():
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.0, eps=0.1, period=100, samples=1000)
+    x, y = batches(model, 1)[0]
+    model.eval()
+    with torch.no_grad():
+        model(x * 100)
+    model.train()
+    assert model[0].sites[0].inputs.count == 0
+    run(model, optimizer, [(x, y)])
+    torch.testing.assert_close(model[0].sites[0].whitening.c[0], x.mean(0), **CLOSE)
+
+
+def test_batches_of_one_wait_for_a_second_sample():
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.01, eps=0.1, period=4, samples=4)
+    data = batches(model, 4, size=1)
+    with pytest.warns(UserWarning, match="two samples"):
+        run(model, optimizer, data[:1])
+    run(model, optimizer, data[1:])
+    assert model[0].sites[0].whitening is not None
+
+
+def test_a_branch_that_was_not_reached_keeps_its_whitening():
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b, self.use_b = nn.Linear(6, 4), nn.Linear(6, 4), True
+            self.double()
+
+        def forward(self, x):
+            return self.b(x) if self.use_b else self.a(x)
+
+    model = Branching()
+    optimizer = prong.PRONG(model, 0.01, eps=0.1, period=1, samples=16)
+    data = batches(model, 3)
+    run(model, optimizer, data[:1])
+    kept = model.b.sites[0].whitening
+    model.use_b = False
+    run(model, optimizer, data[1:])
+    assert model.b.sites[0].whitening is kept
+    assert model.a.sites[0].whitening is not None
+
+
+def test_reset_forgets_momentum_where_transport_keeps_it():
+    buffers = {}
+    for policy in ("transport", "reset"):
+        model = mlp()
+        optimizer = prong.PRONG(model, 0.01, eps=0.1, period=2, samples=16, form="explicit", on_refresh=policy)
+        run(model, optimizer, batches(model, 2))
+        buffers[policy] = optimizer.state[model[0].V].get("momentum_buffer")
+    assert buffers["reset"] is None
+    assert buffers["transport"].abs().sum() > 0
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.02, 0.9),
+    "Adam": lambda p: torch.optim.Adam(p, 0.01),
+    "AMSGrad": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, 0.01),
+    "NAdam": lambda p: torch.optim.NAdam(p, 0.01),
+    "RAdam": lambda p: torch.optim.RAdam(p, 0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 0.005, momentum=0.5, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 0.05),
+    "Muon": lambda p: torch.optim.Muon([x for x in p if x.dim() == 2], 0.01),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_any_torch_optimizer_trains_in_whitened_coordinates(make):
+    model = mlp()
+    prong.whiten_(model, "explicit")
+    optimizer = make(list(model.parameters()))
+    prong.Refresher(model, optimizer, eps=0.1, period=7, samples=48)
+    losses = run(model, optimizer, batches(model, 1) * 60)
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(site.whitening is not None for site in (model[0].sites + model[4].sites))
+
+
+def test_adams_first_moment_is_the_gradient_average_of_the_new_coordinates():
+    """With a constant gradient in the canonical parameters, the average is that gradient in any coordinates."""
+    model = nn.Linear(5, 3).double()
+    h = torch.randn(30, 5, dtype=DOUBLE) @ torch.randn(5, 5, dtype=DOUBLE) + 1
+    target = torch.randn(3, 5, dtype=DOUBLE), torch.randn(3, dtype=DOUBLE)
+    prong.whiten_(model, "explicit")
+    optimizer = torch.optim.Adam(model.parameters(), 0.0)  # nothing moves: the gradient stays
+    refresher = prong.Refresher(model, optimizer, eps=0.1, source=[h])
+
+    def gradients():
+        loss = (model.weight * target[0]).sum() + (model.bias * target[1]).sum()
+        return torch.autograd.grad(loss, [model.V, model.d])
+
+    for data in (h, h * 2 + 1, h - 3):
+        refresher.refresh([data])
+        model.V.grad, model.d.grad = gradients()
+        optimizer.step()
+        correction = 1 - 0.9 ** optimizer.state[model.V]["step"].item()
+        for parameter, gradient in zip((model.V, model.d), gradients(), strict=True):
+            torch.testing.assert_close(optimizer.state[parameter]["exp_avg"] / correction, gradient, **CLOSE)
+
+
+def test_the_state_of_an_unknown_optimizer_is_reset_and_that_is_said_once():
+    class Strange(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.01})
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    state = self.state[p]
+                    state["seen"] = state.get("seen", 0) + p.grad.abs()
+                    p.data.sub_(group["lr"] * p.grad)
+
+    model = mlp()
+    prong.whiten_(model, "explicit")
+    optimizer = Strange(model.parameters())
+    with pytest.warns(UserWarning, match="Strange.*reset"):
+        prong.Refresher(model, optimizer, eps=0.1, period=2, samples=16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(model, optimizer, batches(model, 2))
+    assert "seen" not in optimizer.state.get(model[0].V, {})
+
+
+def test_an_optimizer_that_is_not_linear_cannot_use_implicit_layers():
+    model = prong.whiten_(mlp())
+    with pytest.raises(ValueError, match="explicit"):
+        prong.Refresher(model, torch.optim.Adam(model.parameters()))
+
+
+def test_plain_sgd_with_a_refresher_is_prong():
+    ours, theirs = mlp(), mlp()
+    run(ours, prong.PRONG(ours, 0.02, 0.9, eps=0.1, period=5, samples=32), batches(ours, 12))
+    prong.whiten_(theirs)
+    optimizer = torch.optim.SGD(theirs.parameters(), 0.02, 0.9)
+    prong.Refresher(theirs, optimizer, eps=0.1, period=5, samples=32)
+    run(theirs, optimizer, batches(theirs, 12))
+    torch.testing.assert_close(canonical(ours), canonical(theirs), **EXACT)
+
+
+def test_a_detached_refresher_leaves_the_whitening_and_another_can_follow():
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.02, eps=0.1, period=2, samples=16)
+    run(model, optimizer, batches(model, 2))
+    optimizer.refresher.detach()
+    kept = model[0].sites[0].whitening
+    run(model, optimizer, batches(model, 4))
+    assert model[0].sites[0].whitening is kept
+    prong.PRONG(model, 0.02)
+
+
+def test_a_window_leaves_the_random_state_and_gradients_alone():
+    model = mlp()
+    prong.whiten_(model)
+    x, y = batches(model, 1)[0]
+    plain = mlp()
+    F.cross_entropy(plain(x), y).backward()
+    optimizer = prong.PRONG(model, 0.0, eps=0.1)
+    before = torch.get_rng_state()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], **EXACT)
