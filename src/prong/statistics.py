@@ -46,7 +46,7 @@ class Moments:
 
         Raises:
             ValueError: if the shape is wrong.
-            FloatingPointError: if a value is NaN or infinite; nothing has been added then.
+            FloatingPointError: if a value is NaN, infinite or too large to square; nothing has been added then.
         """
         groups, features = self.mean.shape
         if rows.dim() != 3 or rows.shape[0] != groups or rows.shape[2] != features:
@@ -59,9 +59,11 @@ class Moments:
         with full_precision(rows):
             rows = rows.to(self.mean.dtype)
             mean = rows.mean(1)
-            if not torch.isfinite(mean).all():  # a single NaN or inf anywhere makes its mean so
-                raise FloatingPointError("the inputs contain NaN or infinite values")
-            self._merge(rows.shape[1], mean, factor=rows - mean.unsqueeze(1))
+            centred = rows - mean.unsqueeze(1)
+            if not torch.isfinite(centred.square().sum(1)).all():  # one NaN or inf anywhere makes its column so
+                found = "values too large to square" if torch.isfinite(mean).all() else "NaN or infinite values"
+                raise FloatingPointError(f"the inputs contain {found}")
+            self._merge(rows.shape[1], mean, factor=centred)
 
     @torch.no_grad()
     def add_zeros(self, count: float) -> None:

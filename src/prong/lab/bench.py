@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -106,8 +107,8 @@ def main(batch: int = 128, repetitions: int = 5, json: Path | None = None) -> No
 def measure(examples: Tensor, batch: int, repetitions: int) -> list[Contestant]:
     """Every method's times: one block each in turn, after one that is not counted, then the next repetition."""
     contestants = [_enter(name, examples, batch) for name in METHODS]
-    stream = minibatches(examples, batch, seed=1)
-    refreshing = [next(stream) for _ in range(-(-SAMPLES // batch))]
+    size = min(400, len(examples))
+    refreshing = list(islice(minibatches(examples, size, seed=1), SAMPLES // size))
     for contestant in contestants:
         contestant.train()
     for _ in range(repetitions):

@@ -78,33 +78,33 @@ def whitened(make: Make) -> Make:
     return make_whitened
 
 
-def _grid(*rates: float) -> list[Settings]:
-    """Every learning rate with every damping `eps`, of PRONG or of a whitened initialisation."""
-    return [{"lr": lr, "eps": eps} for lr in rates for eps in (3e-3, 1e-2, 3e-2)]
-
-
 def _rates(*rates: float) -> list[Settings]:
     return [{"lr": lr} for lr in rates]
+
+
+def _grid(rates: Sequence[float], dampings: Sequence[float]) -> list[Settings]:
+    """Every learning rate with every damping `eps`, of PRONG or of a whitened initialisation."""
+    return [{"lr": lr, "eps": eps} for lr in rates for eps in dampings]
 
 
 METHODS = (
     Method(
         name="PRONG",
         make=make_prong,
-        settings={"lr": 1e-3, "eps": 1e-2},
-        trials=_grid(5e-4, 1e-3, 2e-3),
+        settings={"lr": 5e-4, "eps": 3e-3},
+        trials=_grid((2.5e-4, 5e-4, 1e-3), (1e-3, 3e-3, 1e-2)),
     ),
     Method(
         name="Adam, whitened init",
         make=whitened(make_adam),
         settings={"lr": 1e-2, "eps": 1e-2},
-        trials=_grid(3e-3, 1e-2, 3e-2),
+        trials=_grid((3e-3, 1e-2, 3e-2), (3e-3, 1e-2, 3e-2)),
     ),
     Method(
         name="SGD, whitened init",
         make=whitened(make_sgd),
         settings={"lr": 3e-4, "eps": 1e-2},
-        trials=_grid(1e-4, 3e-4, 1e-3),
+        trials=_grid((1e-4, 3e-4, 1e-3), (3e-3, 1e-2, 3e-2)),
     ),
     Method(
         name="Adam",

@@ -1,0 +1,58 @@
+"""Records say what ran, where and with which code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import prong
+from prong.lab.record import commit, environment, provenance, write_json
+
+
+def repository(folder: Path) -> None:
+    (folder / "file").write_text("one")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "file"], [*identity, "commit", "-q", "-m", "one"]):
+        subprocess.run(["git", "-C", str(folder), *command], check=True)
+
+
+def test_the_commit_is_that_of_the_folder_and_tells_of_changes(tmp_path: Path) -> None:
+    repository(tmp_path)
+    clean = commit(tmp_path)
+    assert clean is not None and len(clean) == 40
+    (tmp_path / "file").write_text("two")
+    assert commit(tmp_path) == f"{clean}-dirty"
+
+
+def test_outside_of_a_repository_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert commit(tmp_path) is None
+
+
+def test_installed_code_is_not_part_of_the_repository_around_it(tmp_path: Path) -> None:
+    repository(tmp_path)
+    (tmp_path / "site-packages").mkdir()
+    assert commit(tmp_path / "site-packages") is None
+
+
+def test_without_git_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit(tmp_path) is None
+
+
+def test_a_record_has_versions_and_threads_and_can_be_read_back(tmp_path: Path) -> None:
+    write_json(tmp_path / "new" / "record.json", provenance())
+    record = json.loads((tmp_path / "new" / "record.json").read_text())
+    assert record["prong"] == prong.__version__
+    assert record["environment"] == environment()
+    assert record["environment"]["threads"] == torch.get_num_threads()
+
+
+def test_numbers_that_json_does_not_have_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError):
+        write_json(tmp_path / "record.json", {"error": float("nan")})
+    assert not (tmp_path / "record.json").exists()

@@ -1,0 +1,134 @@
+"""The loop trains what it says, repeats itself for a seed, and says when it diverged."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+
+import pytest
+import torch
+from tests.lab.digits import small_digits
+from torch import nn
+from torch.optim import SGD
+
+import prong
+from prong.lab.training import Divergence, Plan, Row, Run, minibatches, squared_error, step, train
+
+DIGITS = small_digits()
+PLAN = Plan(updates=8, batch=16, warm_up=2, evaluations=4)
+
+
+def small_model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(784, 6), nn.Sigmoid(), nn.Linear(6, 784))
+
+
+def run_sgd(lr: float = 1e-3, plan: Plan = PLAN, **options) -> Run:
+    model = small_model()
+    return train(model, SGD(model.parameters(), lr, momentum=0.9), DIGITS, plan, **options)
+
+
+def errors(run: Run) -> list[tuple[int, float, float]]:
+    return [(row.update, row.train_error, row.test_error) for row in run.rows]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "prong"])
+def test_the_same_seed_gives_the_same_run(optimizer: str) -> None:
+    def once() -> Run:
+        model = small_model()
+        if optimizer == "sgd":
+            return train(model, SGD(model.parameters(), 1e-3), DIGITS, PLAN)
+        return train(model, prong.PRONG(model, 1e-5, period=4, samples=32), DIGITS, PLAN)
+
+    assert errors(once()) == errors(once())
+
+
+def test_another_seed_gives_another_order() -> None:
+    assert errors(run_sgd()) != errors(run_sgd(plan=Plan(updates=8, seed=1, batch=16, warm_up=2, evaluations=4)))
+
+
+def test_errors_fall_and_are_measured_before_during_and_after() -> None:
+    run = run_sgd()
+    assert run.failure is None
+    assert [row.update for row in run.rows] == [0, 2, 4, 6, 8]
+    assert run.rows[-1].train_error < run.rows[0].train_error
+    assert all(a.seconds < b.seconds for a, b in zip(run.rows, run.rows[1:], strict=False))
+
+
+def test_seconds_begin_with_those_spent_and_leave_out_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(model: nn.Module, examples: torch.Tensor) -> float:
+        time.sleep(0.2)
+        return 1.0
+
+    monkeypatch.setattr("prong.lab.training.squared_error", slow)
+    run = run_sgd(seconds=100.0)
+    assert run.rows[0] == Row(0, 100.0, 1.0, 1.0)
+    assert 100 < run.rows[-1].seconds < 101.5  # ten evaluations would be two seconds
+
+
+def test_every_update_is_announced() -> None:
+    seen: list[int] = []
+    run_sgd(on_update=seen.append)
+    assert seen == list(range(1, 9))
+
+
+def test_the_loss_is_cross_entropy_and_the_error_is_squared_each_per_example() -> None:
+    model, x = small_model(), DIGITS.train[:5]
+    p = torch.sigmoid(model(x)).double()
+    cross_entropy = -(x * p.log() + (1 - x) * (1 - p).log()).sum() / 5
+    assert squared_error(model, x) == pytest.approx(((p - x) ** 2).sum().item() / 5, rel=1e-5)
+    assert step(model, SGD(model.parameters(), 1e-3), x) == pytest.approx(cross_entropy.item(), rel=1e-5)
+
+
+def test_evaluation_does_not_enter_the_statistics_of_prong() -> None:
+    model = small_model()
+    prong.PRONG(model, 1e-5)
+    squared_error(model, DIGITS.test)
+    assert model.training
+    assert all(site.inputs.count == 0 for layer in model[::2] for site in layer.sites)
+
+
+def test_the_rate_warms_up_stays_and_decays() -> None:
+    plan = Plan(updates=200, warm_up=50)
+    assert [plan.rate(u) for u in (0, 24, 49, 80, 100, 150, 200)] == [0.02, 0.5, 1, 1, 1, 0.5, 0]
+
+
+def test_a_run_shorter_than_the_warm_up_has_rates_above_zero() -> None:
+    plan = Plan(updates=6)
+    assert all(0 < plan.rate(u) < 1 for u in range(6))
+    assert plan.evaluation_points() == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_an_epoch_shows_every_example_once_and_the_next_another_order() -> None:
+    examples = torch.arange(10)
+    stream = minibatches(examples, 5, seed=3)
+    first, second = (torch.cat(list(islice(stream, 2))) for _ in range(2))
+    assert first.sort().values.equal(examples) and second.sort().values.equal(examples)
+    assert not first.equal(second)
+
+
+def test_what_does_not_fill_a_minibatch_is_dropped() -> None:
+    assert {len(x) for x in islice(minibatches(torch.arange(10), 4, seed=0), 10)} == {4}
+    with pytest.raises(ValueError, match="11"):
+        next(minibatches(torch.arange(10), 11, seed=0))
+
+
+def test_divergence_of_sgd_is_reported_with_its_update() -> None:
+    run = run_sgd(lr=1e38)
+    assert run.failure is not None and run.failure.startswith("diverged at update ")
+    assert all(torch.tensor([row.train_error, row.test_error]).isfinite().all() for row in run.rows)
+    assert run.rows[-1].update < PLAN.updates
+
+
+def test_divergence_met_first_by_the_statistics_of_prong_is_reported_too() -> None:
+    model = nn.Sequential(nn.Linear(784, 6), nn.Linear(6, 784))
+    run = train(model, prong.PRONG(model, 1e30), DIGITS, PLAN)
+    assert run.failure is not None and run.failure.startswith("diverged at update ")
+
+
+def test_a_loss_that_is_not_finite_makes_no_update() -> None:
+    model = small_model()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(Divergence, match="nan"):
+        step(model, SGD(model.parameters(), 1e-3), torch.full((2, 784), torch.nan))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))

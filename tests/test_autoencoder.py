@@ -1,0 +1,71 @@
+"""The paper's autoencoder on full MNIST: the figures that the design asks for, one seed, 600 updates of 128."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import prong
+from prong.lab.data import load_mnist
+from prong.lab.models import autoencoder
+from prong.lab.training import minibatches, squared_error, step
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+FOLDER = Path(os.environ["PRONG_DATA"]) if os.environ.get("PRONG_DATA") else SHARED
+UPDATES, SAMPLES = 600, 12_800
+
+
+@pytest.fixture(scope="module")
+def digits():
+    if not FOLDER.is_dir():
+        pytest.skip("full MNIST is not here; set PRONG_DATA to a folder with its four IDX files")
+    return load_mnist(FOLDER).train
+
+
+def rate(update: int) -> float:
+    """Linear warm-up over 50 updates, then constant, then linear decay over the last half."""
+    return min(1.0, (update + 1) / 50, 2 * (1 - update / UPDATES))
+
+
+def error_after_training(digits, make, eps):
+    torch.set_flush_denormal(True)
+    torch.manual_seed(0)
+    model = autoencoder()
+    optimizer = make(model)
+    prong.initialize_(model, torch.split(digits[:SAMPLES], 1280), eps)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    stream = minibatches(digits, 128, seed=0)
+    for _ in range(UPDATES):
+        step(model, optimizer, next(stream))
+        scheduler.step()
+    return squared_error(model, digits)
+
+
+def whitened_adam(model):
+    prong.whiten_(model, "explicit")
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    prong.Refresher(model, optimizer, eps=0.1, period=200, samples=SAMPLES)
+    return optimizer
+
+
+def test_prong_reaches_an_error_of_9(digits):
+    error = error_after_training(
+        digits, lambda m: prong.PRONG(m, 5e-4, 0.9, nesterov=True, eps=3e-3, period=200, samples=SAMPLES), 3e-3
+    )
+    assert error <= 9.0
+
+
+def test_balanced_prong_reaches_an_error_of_8(digits):
+    error = error_after_training(
+        digits,
+        lambda m: prong.PRONG(m, 1e-3, 0.9, nesterov=True, eps=1e-2, period=200, samples=SAMPLES, balance=True),
+        1e-2,
+    )
+    assert error <= 8.0
+
+
+def test_adam_in_whitened_coordinates_reaches_an_error_of_8(digits):
+    assert error_after_training(digits, whitened_adam, 0.1) <= 8.0
