@@ -11,7 +11,7 @@ demo: $(READY)  ## PRONG beside SGD and Adam on the paper's autoencoder
 
 # One thread per worker: two torch processes with two threads each fight over two cores.
 test: $(READY)  ## the specification, coverage included
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m "not slow" --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal -m "not slow" --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 test-slow: $(READY)  ## the tests that take minutes
 	$(RUN) -m pytest -m slow --timeout=1800

@@ -249,3 +249,50 @@ def test_a_window_leaves_the_random_state_and_gradients_alone():
     optimizer.step()
     assert torch.equal(torch.get_rng_state(), before)
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], **EXACT)
+
+
+@pytest.mark.parametrize("options", [{}, {"balance": True}, {"gradient_whitening": "categorical"}])
+def test_after_fold_training_goes_on_as_sgd_with_its_velocity_in_either_form(options):
+    paths = []
+    for form in ("implicit", "explicit"):
+        model = mlp()
+        optimizer = prong.PRONG(model, 0.01, 0.9, eps=0.3, period=4, samples=32, form=form, **options)
+        data = batches(model, 12)
+        run(model, optimizer, data[:7])
+        prong.fold_(model)
+        run(model, optimizer, data[7:])
+        assert type(model[0]) is nn.Linear
+        paths.append(canonical(model))
+    torch.testing.assert_close(*paths, rtol=1e-9, atol=1e-10)
+
+
+def test_a_refresher_of_adam_resumes_bit_for_bit():
+    data = batches(mlp(), 14)
+
+    def make():
+        model = prong.whiten_(mlp(), "explicit")
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        return model, optimizer, prong.Refresher(model, optimizer, eps=0.1, period=6, samples=40)
+
+    model, optimizer, _ = make()
+    run(model, optimizer, data)
+    first, first_optimizer, first_refresher = make()
+    run(first, first_optimizer, data[:5])
+    second, second_optimizer, second_refresher = make()
+    second.load_state_dict(first.state_dict())
+    second_optimizer.load_state_dict(first_optimizer.state_dict())
+    second_refresher.load_state_dict(first_refresher.state_dict())
+    run(second, second_optimizer, data[5:])
+    torch.testing.assert_close(canonical(second), canonical(model), **EXACT)
+
+
+def test_a_loader_that_fails_leaves_the_model_free_for_another_optimizer():
+    model = prong.whiten_(mlp())
+    with pytest.raises(ValueError, match="does not take batch 0"):
+        prong.PRONG(model, 0.1, source=[torch.randn(8, 5, dtype=DOUBLE)])
+    prong.PRONG(model, 0.1)
+
+
+def test_gradient_matrices_cannot_come_from_a_loader():
+    with pytest.raises(ValueError, match="window"):
+        prong.PRONG(mlp(), 0.1, source=[torch.randn(8, 6, dtype=DOUBLE)], gradient_whitening="categorical")

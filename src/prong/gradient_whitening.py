@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from prong.gradients import (
     GRADIENT_SOURCES,
@@ -54,8 +55,9 @@ class GradientWhitening:
         self.Q: dict[str, Tensor] = {}
         self._ordinary: list[tuple[Tensor, Tensor]] = []
         self._random: torch.Generator | None = None
+        self._handles: list[RemovableHandle] = []
         if self._sampled:
-            model.register_forward_hook(self._draw)
+            self._handles.append(model.register_forward_hook(self._draw))
         if source == BALANCE:
             for name in sites:
                 self.open(name)
@@ -63,6 +65,11 @@ class GradientWhitening:
     @property
     def _sampled(self) -> bool:
         return self.source not in (BALANCE, "empirical")
+
+    @property
+    def needs_windows(self) -> bool:
+        """Whether matrices are gathered in the windows before a refresh."""
+        return self.source != BALANCE
 
     def open(self, name: str) -> None:
         """Begin to gather a site's output gradients, unless that has begun."""
@@ -82,8 +89,13 @@ class GradientWhitening:
 
     def attach(self, optimizer: Optimizer) -> None:
         """From now on, steps of this optimizer see preconditioned gradients; `.grad` is theirs only meanwhile."""
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def detach(self) -> None:
+        """Leave the model and the optimizer alone from now on."""
+        for handle in self._handles:
+            handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """Matrices and what was gathered so far."""

@@ -80,8 +80,14 @@ def whiten_(
 
 
 def fold_(model: nn.Module) -> nn.Module:
-    """Make every whitened layer a plain torch layer again, in place; function and parameter objects stay."""
+    """Make every whitened layer a plain torch layer again, in place; function and parameter objects stay.
+
+    An optimizer in the middle of training goes on as plain SGD (or whatever it is), its momentum in canonical terms.
+    """
     check_model(model)
+    for _, layer in whitened_layers(model):
+        if layer.owner is not None:
+            layer.owner.release()
     for _, layer in list(whitened_layers(model)):
         if isinstance(layer, Explicit):
             canonical = {name: x.detach().clone() for name, x in layer.canonical().items() if x is not None}

@@ -54,11 +54,10 @@ def refresh_(
     sites = require_whitened(model)
     with undisturbed(model), gathering(model) as moments:
         run_batches(model, batches, samples, forward)
-    owners = {layer.owner for layer, _ in sites.values() if layer.owner is not None}
-    on_refresh: OnRefresh = "transport"
-    for owner in owners:
-        optimizer = optimizer or getattr(owner, "optimizer", None)
-        on_refresh = getattr(owner, "on_refresh", on_refresh)
+    owner = next((layer.owner for layer, _ in sites.values() if layer.owner is not None), None)
+    on_refresh: OnRefresh = "transport" if owner is None else owner.on_refresh
+    if optimizer is None and owner is not None:
+        optimizer = owner.optimizer
     rewhiten_(sites, moments, eps, optimizer, on_refresh)
     return model
 

@@ -19,7 +19,7 @@ from prong.projection import Transition
 from prong.refresh import OnRefresh, assign_, check_between_updates, require_whitened, rewhiten_
 from prong.statistics import MeanSquare
 from prong.transport import transports_of, warn_unknown
-from prong.whitening import Whitening, check_eps
+from prong.whitening import Whitening, check_eps, identity_whitening
 
 Source = Literal["window", "ema"] | Iterable[Any]
 PLUS_DECAY = 0.9  # of the running variance of whitened activations, per update
@@ -70,6 +70,8 @@ class Refresher:
             as_batches(source)
         if on_refresh not in ("transport", "reset"):
             raise ValueError(f"on_refresh is 'transport' or 'reset', got {on_refresh!r}")
+        if gradients is not None and gradients.needs_windows and not isinstance(source, str):
+            raise ValueError("gradient_whitening gathers from training passes: use source='window' or 'ema'")
         self.sites = require_whitened(model)
         self._check_optimizer(optimizer, plus)
         self.model, self.optimizer = model, optimizer
@@ -81,13 +83,13 @@ class Refresher:
         self._rates: dict[str, float] = {}  # examples per update, learnt from the last window
         if transports_of(optimizer) is None and on_refresh == "transport":
             warn_unknown(optimizer)
+        if not isinstance(source, str):
+            self.refresh()  # the paper's first: before any update
         for layer, site in self.sites.values():
             layer.owner = self
             site.spread = MeanSquare() if plus else None
         if isinstance(source, str):
             self._open_windows()
-        else:
-            self.refresh()
         self._handle = optimizer.register_step_post_hook(self._after_step)
 
     def refresh(self, batches: Iterable[Any] | None = None) -> None:
@@ -114,9 +116,24 @@ class Refresher:
     def detach(self) -> None:
         """Stop refreshing: forget windows and the optimizer. The whitening stays as it is."""
         self._handle.remove()
+        if self.gradients is not None:
+            self.gradients.detach()
         for layer, site in self.sites.values():
             site.inputs = site.spread = site.outputs = None
             layer.owner = None
+
+    def release(self) -> None:
+        """Detach, with the parameters and the optimizer's state back in canonical coordinates. `fold_` calls it."""
+        whitened = {n: (layer, site) for n, (layer, site) in self.sites.items() if site.whitening is not None}
+        explicit = {
+            name: (layer, site, identity_whitening(site.layout.groups, site.layout.features, layer.pair(site)[0]))
+            for name, (layer, site) in whitened.items()
+            if isinstance(layer, Explicit)
+        }
+        assign_(explicit, self.optimizer, self.on_refresh)
+        for _, site in whitened.values():
+            site.whitening = None
+        self.detach()
 
     def state_dict(self) -> dict[str, Any]:
         """Whitening, windows and counters, by the names of the layers; tensors, numbers and strings only."""
@@ -208,6 +225,12 @@ class Refresher:
                 )
             if plus:
                 raise ValueError('PRONG+ rescales U itself and needs form="explicit"')
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if several and torch.distributed.get_world_size() > 1 and any(isinstance(layer, Explicit) for layer in layers):
+            raise NotImplementedError(
+                "whitened coordinates are not shared among workers yet, so explicit layers would drift apart; "
+                'use form="implicit", whose averaged natural gradients keep workers together'
+            )
         if plus and any(layer.basis != "pca" for layer in layers):
             raise ValueError('PRONG+ rescales principal directions and needs basis="pca"')
 

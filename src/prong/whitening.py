@@ -51,6 +51,12 @@ class Whitening:
         return all(bool(torch.isfinite(x).all()) for _, x in self.items() if isinstance(x, Tensor))
 
 
+def identity_whitening(groups: int, features: int, like: Tensor) -> Whitening:
+    """U = I and no centre: canonical coordinates."""
+    U = torch.eye(features, dtype=like.dtype, device=like.device).expand(groups, -1, -1)
+    return Whitening(None, 0.0, U=U, U_inv=U)
+
+
 def check_eps(eps: float) -> None:
     """Refuse a damping that is not a positive finite number."""
     if isinstance(eps, bool) or not isinstance(eps, int | float):

