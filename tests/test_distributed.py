@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 SCRIPT = """
-import torch, torch.distributed as dist, torch.nn.functional as F, prong
+import os, torch, torch.distributed as dist, torch.nn.functional as F, prong
 from torch import nn
 
 dist.init_process_group("gloo")
@@ -30,9 +30,8 @@ except NotImplementedError as error:
 else:
     raise AssertionError("explicit layers must refuse several workers")
 print("together", flush=True)
-del model, optimizer  # before the process group that their hooks use
 dist.barrier()
-dist.destroy_process_group()
+os._exit(0)  # gloo's threads sometimes abort an orderly exit on a busy machine; that is not what is tested
 """
 
 
