@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from tests.training import batches, canonical, convnet, mlp, run
 
 import prong
-from prong.schedule import PLUS_DECAY
+from prong.plus import DECAY as PLUS_DECAY
+from prong.plus import rescale_
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -34,7 +35,7 @@ def test_the_function_and_the_canonical_velocity_stay_when_u_is_rescaled(make):
     F.cross_entropy(model(x), y).backward()
     before, U = canonical(model), model[0].sites[0].whitening.U.clone()
     velocity = _canonical_velocity(model[0], optimizer)
-    optimizer.refresher._rescale()
+    rescale_(optimizer.refresher.sites, optimizer)
     assert not torch.allclose(model[0].sites[0].whitening.U, U)
     torch.testing.assert_close(canonical(model), before, **CLOSE)
     torch.testing.assert_close(_canonical_velocity(model[0], optimizer), velocity, **CLOSE)

@@ -98,11 +98,8 @@ def run_batches(
     batches: Any,
     samples: int | None = None,
     forward: Forward | None = None,
-    each: Callable[[Any], None] | None = None,
 ) -> int:
     """Run the model over batches, until `samples` examples were seen if given; returns how many were.
-
-    `each` is called with the model's output.
 
     Raises:
         ValueError: if there are no batches, or the model cannot take one; its own error is the cause.
@@ -112,14 +109,21 @@ def run_batches(
     seen = 0
     for number, batch in enumerate(as_batches(batches)):
         try:
-            output = (forward or call_model)(model, batch)
+            (forward or call_model)(model, batch)
         except (RuntimeError, IndexError) as error:
             raise ValueError(f"the model does not take batch {number}: {error}") from error
-        if each is not None:
-            each(output)
         seen += batch_size(batch)
         if samples is not None and seen >= samples:
             break
     if seen == 0:
         raise ValueError("there were no batches to estimate statistics from")
     return seen
+
+
+def estimate(
+    model: nn.Module, batches: Any, samples: int | None = None, forward: Forward | None = None
+) -> dict[str, Moments]:
+    """The input moments of every whitened site, from batches and without side effects."""
+    with undisturbed(model), gathering(model) as moments:
+        run_batches(model, batches, samples, forward)
+    return moments

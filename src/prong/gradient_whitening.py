@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,7 +28,6 @@ class GradientWhitening:
     """Multiplies the gradients of whitened layers by Q from the left, at each step of an optimizer.
 
     Args:
-        model: the model; its output is needed to draw labels from.
         sites: the whitened sites by name.
         source: "balance" (a running number per layer, from the training gradients), "empirical" (a matrix per
             layer, from the training gradients, hence of the labels in the data), or the distribution that the
@@ -43,9 +43,7 @@ class GradientWhitening:
             source are not linear in the gradient and must know.
     """
 
-    def __init__(
-        self, model: nn.Module, sites: Mapping[str, tuple[WhitenedLayer, Site]], source: str, eps: float
-    ) -> None:
+    def __init__(self, sites: Mapping[str, tuple[WhitenedLayer, Site]], source: str, eps: float) -> None:
         if source not in (BALANCE, *GRADIENT_SOURCES):
             raise ValueError(f"gradient_whitening is one of {', '.join(GRADIENT_SOURCES)}, got {source!r}")
         self.sites = sites
@@ -54,13 +52,9 @@ class GradientWhitening:
         self.loss_scale: LossScale = 1.0
         self.Q: dict[str, Tensor] = {}
         self._ordinary: list[tuple[Tensor, Tensor]] = []
+        self._seed = torch.initial_seed()
         self._random: torch.Generator | None = None
         self._handles: list[RemovableHandle] = []
-        if self._sampled:
-            self._handles.append(model.register_forward_hook(self._draw))
-        if source == BALANCE:
-            for name in sites:
-                self.open(name)
 
     @property
     def _sampled(self) -> bool:
@@ -87,10 +81,14 @@ class GradientWhitening:
                 self.Q[name] = Q
             site.outputs = None
 
-    def attach(self, optimizer: Optimizer) -> None:
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """From now on, steps of this optimizer see preconditioned gradients; `.grad` is theirs only meanwhile."""
         self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        if self._sampled:
+            self._handles.append(model.register_forward_hook(_Draw(self)))
+        if self.source == BALANCE:
+            for name in self.sites:
+                self.open(name)
 
     def detach(self) -> None:
         """Leave the model and the optimizer alone from now on."""
@@ -98,19 +96,21 @@ class GradientWhitening:
             handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """Matrices and what was gathered so far."""
+        """Matrices, what was gathered so far, and where the random numbers are."""
         gathered = {
             name: site.outputs.state_dict() for name, (_, site) in self.sites.items() if site.outputs is not None
         }
-        state = {"source": self.source, "Q": dict(self.Q), "gathered": gathered}
-        return state if self._random is None else {**state, "random": self._random.get_state()}
+        random = None if self._random is None else self._random.get_state()
+        return {"source": self.source, "Q": dict(self.Q), "gathered": gathered, "seed": self._seed, "random": random}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` gave."""
-        self.Q = {name: Q.to(self.sites[name][0].pair(self.sites[name][1])[0].device) for name, Q in state["Q"].items()}
-        if "random" in state:
-            layer, site = next(iter(self.sites.values()))
-            self._generator(layer.pair(site)[0].device).set_state(state["random"])
+        layer, site = next(iter(self.sites.values()))
+        device = layer.pair(site)[0].device
+        self.Q = {name: Q.to(device) for name, Q in state["Q"].items()}
+        self._seed, self._random = int(state["seed"]), None
+        if state["random"] is not None:
+            self._generator(device).set_state(state["random"])
         for _, site in self.sites.values():
             site.outputs = None
         for name, gathered in state["gathered"].items():
@@ -121,15 +121,17 @@ class GradientWhitening:
 
     def _per_example(self, examples: int) -> float:
         scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
+        if not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"loss_scale is positive and finite, got {scale}")
         return examples / scale
 
     def _generator(self, device: torch.device) -> torch.Generator:
         """A source of random numbers of our own: the user's are left alone."""
         if self._random is None or self._random.device != device:
-            self._random = torch.Generator(device).manual_seed(torch.initial_seed())
+            self._random = torch.Generator(device).manual_seed(self._seed)
         return self._random
 
-    def _draw(self, model: nn.Module, args: Any, output: Any) -> None:
+    def draw(self, output: Any) -> None:
         """After a forward with open windows: backpropagate labels drawn from the model to every watched output."""
         watched = [site.outputs for _, site in self.sites.values() if site.outputs is not None and site.outputs.pending]
         pending = [(outputs, *entry) for outputs in watched for entry in outputs.pending or []]
@@ -150,9 +152,9 @@ class GradientWhitening:
             retain_graph=True,
             allow_unused=True,
         )
-        for (outputs, _, groups, channels_at), delta in zip(pending, deltas, strict=True):
+        for (outputs, _, *where), delta in zip(pending, deltas, strict=True):
             if delta is not None:
-                outputs.add(delta, groups, channels_at)
+                outputs.add(delta, *where)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -186,10 +188,28 @@ class GradientWhitening:
                     part.copy_(unpack(precondition(pack(part), self.Q[name])))
                     parameter.grad = changed
 
-    def _after_step(self, *_: Any) -> None:
+    def restore(self) -> None:
+        """After the step: give users their gradients back, and let go of outputs that were never used."""
+        for _, site in self.sites.values():
+            if site.outputs is not None and site.outputs.pending:
+                site.outputs.pending = []
         for parameter, gradient in reversed(self._ordinary):  # reversed: a parameter with three sites is met thrice
             parameter.grad = gradient
         self._ordinary = []
+
+
+class _Draw:
+    """The model's forward hook; in a copy of the model it does nothing."""
+
+    def __init__(self, gradients: GradientWhitening | None = None) -> None:
+        self._gradients = gradients
+
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self._gradients is not None:
+            self._gradients.draw(output)
+
+    def __reduce__(self) -> tuple[type[_Draw], tuple[()]]:
+        return _Draw, ()
 
 
 def _packings(layer: WhitenedLayer, site: Site) -> list[tuple[Tensor, Any, Any]]:

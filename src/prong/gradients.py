@@ -24,7 +24,8 @@ GRADIENT_SOURCES: tuple[str, ...] = get_args(GradientSource)
 class OutputGradients:
     """Second moments of per-example output gradients of one site: the matrix G, or only its mean diagonal.
 
-    An example is an entry of the first dimension; positions and tokens of one example are summed.
+    An example is an entry of the first dimension; positions and tokens of one example are summed. The calls of a module
+    that is called several times in a forward count as examples of their own.
 
     Shapes: total (groups, out, out), or (groups, 1, 1) when `scalar`.
 
@@ -41,19 +42,19 @@ class OutputGradients:
         self.scale = scale
         self.total: Tensor | None = None
         self.examples = 0.0
-        self.pending: list[tuple[Tensor, int, int]] | None = [] if own_backward else None
+        self.pending: list[tuple[Tensor, int, int, int]] | None = [] if own_backward else None
 
-    def watch(self, z: Tensor, groups: int, channels_at: int) -> None:
+    def watch(self, z: Tensor, groups: int, channels_at: int, examples_at: int = 0) -> None:
         """See to it that the gradient of z arrives here."""
         if self.pending is not None:
-            self.pending.append((z, groups, channels_at))
+            self.pending.append((z, groups, channels_at, examples_at))
         else:
-            z.register_hook(lambda delta: self.add(delta, groups, channels_at))  # type: ignore[no-untyped-call]
+            z.register_hook(lambda delta: self.add(delta, groups, channels_at, examples_at))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def add(self, delta: Tensor, groups: int, channels_at: int) -> None:
+    def add(self, delta: Tensor, groups: int, channels_at: int, examples_at: int = 0) -> None:
         """Add the output gradients of a batch, shaped as the output."""
-        examples = delta.shape[0] if delta.dim() >= 1 - channels_at else 1
+        examples = delta.shape[examples_at] if delta.dim() >= 1 - channels_at else 1
         with full_precision(delta):
             rows = torch.movedim(delta.detach(), channels_at, -1)
             rows = rows.reshape(-1, groups, rows.shape[-1] // groups).transpose(0, 1)
@@ -61,6 +62,8 @@ class OutputGradients:
             if self.scale is not None:
                 rows = rows * self.scale(examples)
             second = rows.square().mean(2).sum(1)[:, None, None] if self.scalar else rows.mT @ rows
+        if not torch.isfinite(second).all():  # an overflow that a GradScaler is about to skip
+            return
         self.total = second if self.total is None else self.total + second
         self.examples += examples
 
@@ -72,7 +75,7 @@ class OutputGradients:
 
     def preconditioner(self, eps: float) -> Tensor | None:
         """Q: the inverse of `G + eps tr(G)/out I`, or of its mean diagonal; None if nothing came or it is zero."""
-        if self.total is None or not torch.isfinite(self.total).all():
+        if self.total is None:
             return None
         G = self.total / self.examples
         size = G.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prong.estimation import Forward, as_batches, call_model, gathering, run_batches, undisturbed
+from prong.estimation import Forward, as_batches, call_model, estimate, gathering, run_batches, undisturbed
 from prong.injection import check_model, fold_, whiten_, whitened_sites
 from prong.layers import Explicit, Site, WhitenedLayer
+from prong.layers.layout import Layout
 from prong.projection import to_canonical
 from prong.refresh import check_between_updates, rewhiten_
 from prong.statistics import Moments
-from prong.whitening import Basis, check_basis, check_eps, whiten
+from prong.whitening import Basis, Whitening, check_basis, check_eps, whiten
 
 Scheme = Callable[[Tensor], Any]
 
@@ -46,7 +47,7 @@ def initialize_(
     a whitened one also gets its first whitening. Not function-preserving: it is an initialiser.
 
     Args:
-        model: any module; layers that could not be whitened keep their weights.
+        model: any module; layers that are frozen or could not be whitened keep their weights.
         batches: an iterable of batches, gone through once per layer, or one tensor.
         eps: damping.
         scheme: an in-place initialiser of a weight such as `torch.nn.init.kaiming_normal_`.
@@ -112,14 +113,17 @@ def _next_inputs(
     model: nn.Module, batches: Iterable[Any], done: set[str], forward: Forward | None
 ) -> tuple[list[str], dict[str, Moments]] | None:
     """The sites of the first layer, in order of execution, that is not done; with its input moments."""
-    waiting = {name: pair for name, pair in whitened_sites(model).items() if name not in done}
+    waiting = {
+        name: (layer, site)
+        for name, (layer, site) in whitened_sites(model).items()
+        if name not in done and layer.pair(site)[0].requires_grad
+    }
     if not waiting:
         return None
     first: list[WhitenedLayer] = []
 
-    def stop(layer: nn.Module, *_: Any) -> None:
+    def stop(layer: WhitenedLayer) -> None:
         """Its own inputs are recorded when its forward ends; the first layer to end so is the next to draw."""
-        assert isinstance(layer, WhitenedLayer)
         if not first:
             first.append(layer)
         if layer is first[0]:
@@ -130,7 +134,12 @@ def _next_inputs(
             (forward or call_model)(model, batch)
 
     with undisturbed(model), gathering(model, waiting) as moments:
-        handles = [layer.register_forward_hook(stop) for layer in {id(x): x for x, _ in waiting.values()}.values()]
+        callers = {id(m.out_proj): m for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+        handles = [
+            # Attention computes with its output projection and never calls it.
+            callers.get(id(layer), layer).register_forward_hook(lambda *_, layer=layer: stop(layer))
+            for layer in {id(x): x for x, _ in waiting.values()}.values()
+        ]
         try:
             run_batches(model, batches, None, run)
         finally:
@@ -142,41 +151,34 @@ def _next_inputs(
 
 
 @torch.no_grad()
-def _draw(layer: WhitenedLayer, site: Site, whitening: Any, scheme: Scheme) -> None:
-    """W = V U and b = d - W c for a drawn V and d = 0, written to whichever parameters the layer trains."""
+def _draw(layer: WhitenedLayer, site: Site, whitening: Whitening, scheme: Scheme) -> None:
+    """W = V U and b = -W c for a drawn V, written to whichever parameters the layer trains."""
     weight, bias = layer.pair(site)
-    V = torch.empty(site.layout.shape, dtype=weight.dtype, device=weight.device)
-    scheme(V)
-    d = (
-        None
-        if bias is None
-        else torch.zeros(V.shape[0] if not site.layout.transposed else site.layout.groups * site.layout.outputs).to(
-            bias
-        )
-    )
-    W, b = site.unpacked(*to_canonical(site.layout.pack(V), None if d is None else site.layout.pack_bias(d), whitening))
+    layout = site.layout
+    kernel = layout.shape[2:]
+    # Drawn as an ordinary weight (out, in, *kernel), also for transposed layers: schemes reckon fan-in from that.
+    V = torch.empty(layout.groups * layout.outputs, layout.features, *kernel, dtype=weight.dtype, device=weight.device)
+    scheme(V.fill_(torch.nan))
+    if not torch.isfinite(V).all():
+        raise ValueError("scheme must fill the weight it is given in place, as torch.nn.init.kaiming_normal_ does")
+    packed = Layout(tuple(V.shape), layout.groups).pack(V)
+    d = None if bias is None else torch.zeros(layout.groups, layout.outputs, dtype=V.dtype, device=V.device)
+    W, b = site.unpacked(*to_canonical(packed, d, whitening))
     if isinstance(layer, Explicit):
         values = {name: x.detach().clone() for name, x in layer.canonical().items() if x is not None}
-        _write(site, values[site.weight], W)
-        if site.bias is not None and b is not None:
-            _write(site, values[site.bias], b)
-        layer.set_canonical(values)
+        targets = (values[site.weight], None if site.bias is None else values[site.bias])
     else:
-        _write(site, weight, W)
-        if bias is not None and b is not None:
-            _write(site, bias, b)
-
-
-def _write(site: Site, target: Tensor, value: Tensor) -> None:
-    part = site.part(target)
-    assert part is not None
-    part.copy_(value)
+        targets = (weight, bias)
+    for target, value in zip(targets, (W, b), strict=True):
+        if target is not None and value is not None:
+            site.write(target, value)
+    if isinstance(layer, Explicit):
+        layer.set_canonical(values)
 
 
 def _refresh(model: nn.Module, batches: Iterable[Any], eps: float, forward: Forward | None) -> None:
     sites = whitened_sites(model)
-    with undisturbed(model), gathering(model) as moments:
-        run_batches(model, batches, None, forward)
+    moments = estimate(model, batches, None, forward)
     rewhiten_(sites, moments, eps)
     for name, (_, site) in sites.items():
         if site.inputs is not None:  # an open window begins with what was seen here

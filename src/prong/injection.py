@@ -85,9 +85,15 @@ def fold_(model: nn.Module) -> nn.Module:
     An optimizer in the middle of training goes on as plain SGD (or whatever it is), its momentum in canonical terms.
     """
     check_model(model)
-    for _, layer in whitened_layers(model):
-        if layer.owner is not None:
-            layer.owner.release()
+    layers = [layer for _, layer in whitened_layers(model)]
+    owners = {id(layer.owner): layer.owner for layer in layers if layer.owner is not None}.values()
+    for owner in owners:
+        if not {id(layer) for layer, _ in owner.sites.values()} <= {id(layer) for layer in layers}:
+            raise ValueError(
+                "an optimizer refreshes these layers together with others; fold the whole model it was given"
+            )
+    for owner in owners:
+        owner.release()
     for _, layer in list(whitened_layers(model)):
         if isinstance(layer, Explicit):
             canonical = {name: x.detach().clone() for name, x in layer.canonical().items() if x is not None}

@@ -95,8 +95,7 @@ class PRONG(torch.optim.SGD):
             )
             gradients = None
             if balance or gradient_whitening is not None:
-                sites = require_whitened(model)
-                gradients = GradientWhitening(model, sites, gradient_whitening or BALANCE, eps)
+                gradients = GradientWhitening(require_whitened(model), gradient_whitening or BALANCE, eps)
             self.refresher = Refresher(
                 model,
                 self,
@@ -112,8 +111,6 @@ class PRONG(torch.optim.SGD):
             if not whitened:
                 fold_(model)
             raise
-        if gradients is not None:
-            gradients.attach(self)
 
     def initialize(self, batches: Iterable[Any], *, scheme: Scheme = fan_in_, forward: Forward | None = None) -> None:
         """Whitened initialisation from data (`initialize_`), before the first update. Not function-preserving."""

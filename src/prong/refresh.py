@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from prong.estimation import Forward, gathering, run_batches, undisturbed
+from prong.estimation import Forward, estimate
 from prong.injection import check_model, whitened_sites
 from prong.layers import Explicit, Site, WhitenedLayer, in_backward
 from prong.precision import accumulation_dtype
 from prong.projection import Transition
 from prong.statistics import Moments
-from prong.transport import Update, plan_parameters, plan_state, reset_state, transports_of
+from prong.transport import Update, plan_gradients, plan_parameters, plan_state, reset_state, transports_of
 from prong.whitening import Whitening, WhiteningError, check_eps, whiten
 
 OnRefresh = Literal["transport", "reset"]
@@ -50,16 +50,30 @@ def refresh_(
     """
     check_model(model)
     check_eps(eps)
+    if samples is not None:
+        check_count("samples", samples, 2)
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     check_between_updates()
     sites = require_whitened(model)
-    with undisturbed(model), gathering(model) as moments:
-        run_batches(model, batches, samples, forward)
+    moments = estimate(model, batches, samples, forward)
     owner = next((layer.owner for layer, _ in sites.values() if layer.owner is not None), None)
     on_refresh: OnRefresh = "transport" if owner is None else owner.on_refresh
     if optimizer is None and owner is not None:
         optimizer = owner.optimizer
-    rewhiten_(sites, moments, eps, optimizer, on_refresh)
+    rewhiten_(sites, moments, eps, optimizer, on_refresh, gradients=True)
+    for _, site in sites.values():
+        if site.spread is not None:
+            site.spread.take()  # measured in the old coordinates
     return model
+
+
+def check_count(name: str, value: int, least: int) -> None:
+    """Refuse what is not a whole number of at least so many."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is a whole number, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} is at least {least}, got {value}")
 
 
 def require_whitened(model: nn.Module) -> dict[str, tuple[WhitenedLayer, Site]]:
@@ -83,6 +97,7 @@ def rewhiten_(
     eps: float,
     optimizer: Optimizer | None = None,
     on_refresh: OnRefresh = "transport",
+    gradients: bool = False,
 ) -> None:
     """Give sites the whitening of these moments. Sites without samples keep the one they have."""
     seen = {name: m for name, m in moments.items() if m.count > 0}
@@ -100,7 +115,8 @@ def rewhiten_(
         else:
             if new[name].eps != eps:
                 warnings.warn(f"layer {name!r}: damping was raised from {eps:g} to {new[name].eps:g}", stacklevel=3)
-    assign_({name: (*sites[name], whitening) for name, whitening in new.items()}, optimizer, on_refresh)
+    chosen = {name: (*sites[name], whitening) for name, whitening in new.items()}
+    assign_(chosen, optimizer, on_refresh, gradients=gradients)
 
 
 @torch.inference_mode(False)
@@ -110,10 +126,12 @@ def assign_(
     optimizer: Optimizer | None = None,
     on_refresh: OnRefresh = "transport",
     transitions: Mapping[str, Transition] | None = None,
+    gradients: bool = False,
 ) -> None:
     """Change coordinates: compute everything, check that it is finite, then assign.
 
-    `transitions` gives the change of coordinates where it is known to be simpler than two matrices (PRONG+).
+    `transitions` gives the change of coordinates where it is known to be simpler than two matrices (PRONG+). With
+    `gradients`, those that wait for a step are carried over too.
     """
     updates: list[Update] = []
     resets: list[tuple[WhitenedLayer, Site]] = []
@@ -130,6 +148,8 @@ def assign_(
         else:
             transition = transitions[name]
         planned = plan_parameters(layer, site, transition)
+        if gradients:
+            planned += plan_gradients(layer, site, transition)
         if optimizer is not None and not reset:
             planned += plan_state(optimizer, layer, site, transition)
         if not all(torch.isfinite(value).all() for _, value in planned):

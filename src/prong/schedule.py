@@ -8,21 +8,23 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from prong.estimation import as_batches, gathering, run_batches, undisturbed
+from prong.checkpoint import check_site_state, restore_site, site_state
+from prong.estimation import as_batches, estimate
 from prong.gradient_whitening import GradientWhitening
 from prong.injection import check_model
-from prong.layers import Explicit, Implicit
-from prong.projection import Transition
-from prong.refresh import OnRefresh, assign_, check_between_updates, require_whitened, rewhiten_
+from prong.layers import Explicit, Implicit, WhitenedLayer
+from prong.plus import rescale_
+from prong.precision import accumulation_dtype
+from prong.refresh import OnRefresh, assign_, check_between_updates, check_count, require_whitened, rewhiten_
 from prong.statistics import MeanSquare
 from prong.transport import transports_of, warn_unknown
-from prong.whitening import Whitening, check_eps, identity_whitening
+from prong.whitening import Whitening, check_eps
 
 Source = Literal["window", "ema"] | Iterable[Any]
-PLUS_DECAY = 0.9  # of the running variance of whitened activations, per update
+SETTINGS = ("eps", "period", "samples")
 
 
 class Refresher:
@@ -39,7 +41,7 @@ class Refresher:
         period: updates between refreshes, the paper's T.
         samples: examples per refresh, the paper's N_s. Rows count for linear layers and attention (tokens), images
             for convolutions.
-        source: "window": the training forwards just before a refresh (where refreshes are closer than a window is
+        source: "window": the forwards in training mode just before a refresh (where refreshes are closer than a window is
             long, older ones fade); "ema": all forwards, forgotten at a rate that leaves `samples`; or an iterable of
             batches (a loader) to run the model on, as the paper does.
         on_refresh: "transport" the optimizer's momentum exactly, or "reset" it, as the paper did.
@@ -62,12 +64,12 @@ class Refresher:
     ) -> None:
         check_model(model)
         check_eps(eps)
-        _check_count("period", period, 1)
-        _check_count("samples", samples, 2)
+        check_count("period", period, 1)
+        check_count("samples", samples, 2)
         if isinstance(source, str) and source not in ("window", "ema"):
             raise ValueError(f"source is 'window', 'ema' or the loader itself, got {source!r}")
-        if not isinstance(source, str):
-            as_batches(source)
+        if not isinstance(source, str) and iter(as_batches(source)) is source:
+            raise TypeError("source is gone through at every refresh: give a list or a DataLoader, not an iterator")
         if on_refresh not in ("transport", "reset"):
             raise ValueError(f"on_refresh is 'transport' or 'reset', got {on_refresh!r}")
         if gradients is not None and gradients.needs_windows and not isinstance(source, str):
@@ -88,9 +90,11 @@ class Refresher:
         for layer, site in self.sites.values():
             layer.owner = self
             site.spread = MeanSquare() if plus else None
+        self._handle = optimizer.register_step_post_hook(self._after_step)
+        if gradients is not None:
+            gradients.attach(model, optimizer)
         if isinstance(source, str):
             self._open_windows()
-        self._handle = optimizer.register_step_post_hook(self._after_step)
 
     def refresh(self, batches: Iterable[Any] | None = None) -> None:
         """Refresh now, from `batches`, the loader, or what the windows hold."""
@@ -100,8 +104,7 @@ class Refresher:
             self._refresh_from_windows()
             self._open_windows()
         else:
-            with undisturbed(self.model), gathering(self.model) as moments:
-                run_batches(self.model, batches, self.samples)
+            moments = estimate(self.model, batches, self.samples)
             rewhiten_(self.sites, moments, self.eps, self.optimizer, self.on_refresh)
         for _, site in self.sites.values():
             if site.spread is not None:
@@ -126,87 +129,59 @@ class Refresher:
         """Detach, with the parameters and the optimizer's state back in canonical coordinates. `fold_` calls it."""
         whitened = {n: (layer, site) for n, (layer, site) in self.sites.items() if site.whitening is not None}
         explicit = {
-            name: (layer, site, identity_whitening(site.layout.groups, site.layout.features, layer.pair(site)[0]))
+            name: (layer, site, _identity(site.layout.groups, site.layout.features, layer.pair(site)[0]))
             for name, (layer, site) in whitened.items()
             if isinstance(layer, Explicit)
         }
-        assign_(explicit, self.optimizer, self.on_refresh)
+        assign_(explicit, self.optimizer, self.on_refresh, gradients=True)
         for _, site in whitened.values():
             site.whitening = None
         self.detach()
 
     def state_dict(self) -> dict[str, Any]:
         """Whitening, windows and counters, by the names of the layers; tensors, numbers and strings only."""
-        layers: dict[str, Any] = {}
-        for name, (layer, site) in self.sites.items():
-            entry: dict[str, Any] = {"window_start": self._window_start[name], "examples": site.examples}
-            if name in self._rates:
-                entry["rate"] = self._rates[name]
-            if site.whitening is not None:
-                entry["whitening"] = {key: x for key, x in site.whitening.items() if x is not None}
-            if site.inputs is not None:
-                entry["window"] = site.inputs.state_dict()
-            if isinstance(layer, Explicit):
-                V, d = layer.pair(site)
-                entry["V"] = V.detach().clone()
-                if d is not None:
-                    entry["d"] = d.detach().clone()
-            layers[name] = entry
-        state = {"updates": self.updates, "layers": layers}
-        if self.gradients is not None:
-            state["gradients"] = self.gradients.state_dict()
-        return state
+        state = {
+            "updates": self.updates,
+            "settings": {name: getattr(self, name) for name in SETTINGS},
+            "layers": {name: site_state(layer, site) for name, (layer, site) in self.sites.items()},
+            "window_start": dict(self._window_start),
+            "rates": dict(self._rates),
+        }
+        return state if self.gradients is None else {**state, "gradients": self.gradients.state_dict()}
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue as if never stopped, from what `state_dict` gave.
+        """Continue as if never stopped, from what `state_dict` gave; eps, period and samples are those saved.
 
         Raises:
-            ValueError: a state of another model; nothing has been changed then.
+            ValueError: a state of another model or kind of training; nothing has been changed then.
         """
         self.check_state_dict(state)
+        for name, (layer, site) in self.sites.items():
+            restore_site(layer, site, state["layers"][name])
         self.updates = int(state["updates"])
-        for name, entry in state["layers"].items():
-            layer, site = self.sites[name]
-            weight, bias = layer.pair(site)
-            saved = entry.get("whitening")
-            site.whitening = None
-            if saved is not None:
-                site.whitening = Whitening(**{"c": None, **saved}).map(lambda x, like=weight: x.to(like, copy=True))  # type: ignore[misc]
-            for target, key in ((weight, "V"), (bias, "d")):
-                if target is not None and key in entry:
-                    target.copy_(entry[key])
-            site.inputs = None
-            if "window" in entry:
-                site.inputs = site.new_moments(weight)
-                site.inputs.load_state_dict(entry["window"])
-            site.examples = float(entry["examples"])
-            self._window_start[name] = int(entry["window_start"])
-        self._rates = {name: float(e["rate"]) for name, e in state["layers"].items() if "rate" in e}
-        if self.gradients is not None and "gradients" in state:
+        vars(self).update(state["settings"])
+        self._window_start, self._rates = dict(state["window_start"]), dict(state["rates"])
+        if self.gradients is not None:
             self.gradients.load_state_dict(state["gradients"])
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Refuse a state that is not of this model."""
+        """Refuse a state that is not of this model and kind of training, or a model that was folded since."""
+        if any(layer.owner is not self for layer, _ in self.sites.values() if isinstance(layer, WhitenedLayer)) or any(
+            not isinstance(layer, WhitenedLayer) for layer, _ in self.sites.values()
+        ):
+            raise ValueError("this model was folded or detached; make a new PRONG or Refresher to load the state into")
         saved, mine = set(state["layers"]), set(self.sites)
         if saved != mine:
             raise ValueError(
                 "this state is of a model with other whitened layers: "
                 f"missing {sorted(mine - saved)}, unexpected {sorted(saved - mine)}"
             )
-        for name, entry in state["layers"].items():
-            layer, site = self.sites[name]
-            expected = (site.layout.groups, site.layout.features)
-            whitening = entry.get("whitening", {})
-            for key in ("P", "U"):
-                if key in whitening and tuple(whitening[key].shape) != (*expected, expected[1]):
-                    raise ValueError(
-                        f"this state has a whitening of shape {tuple(whitening[key].shape)} for layer {name!r}, "
-                        f"which needs {(*expected, expected[1])}"
-                    )
-            form = "implicit" if "P" in whitening else "explicit" if "U" in whitening else layer.form
-            if form != layer.form:
-                raise ValueError(f"this state is of {form} layers, but layer {name!r} is {layer.form}")
+        source = None if self.gradients is None else self.gradients.source
+        other = state["gradients"]["source"] if "gradients" in state else None
+        if source != other:
+            raise ValueError(f"this state is of training with gradient whitening {other!r}, not {source!r}")
+        for name, (layer, site) in self.sites.items():
+            check_site_state(name, layer, site, state["layers"][name])
 
     def _check_optimizer(self, optimizer: Optimizer, plus: bool) -> None:
         if not isinstance(optimizer, Optimizer):
@@ -214,8 +189,8 @@ class Refresher:
         layers = [layer for layer, _ in self.sites.values()]
         if any(layer.owner is not None for layer in layers):
             raise ValueError(
-                "this model is refreshed by another PRONG or Refresher already. Detach that one "
-                "(refresher.detach()), or start afresh with prong.fold_(model)."
+                "this model is refreshed by another PRONG or Refresher already. Start afresh with prong.fold_(model), "
+                "or keep its whitening and detach that one: optimizer.refresher.detach()."
             )
         if any(isinstance(layer, Implicit) for layer in layers):
             if not isinstance(optimizer, torch.optim.SGD):
@@ -225,6 +200,15 @@ class Refresher:
                 )
             if plus:
                 raise ValueError('PRONG+ rescales U itself and needs form="explicit"')
+        if plus and transports_of(optimizer) is None:
+            raise ValueError(f"PRONG+ would reset the state of {type(optimizer).__name__} at every update")
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        weights = [layer.pair(site)[0] for layer, site in self.sites.values() if isinstance(layer, Explicit)]
+        if any(weight.requires_grad and id(weight) not in held for weight in weights):
+            raise ValueError(
+                "the optimizer does not train all explicitly whitened weights, so it could not carry their state "
+                "along; give it all of them, or whiten only its own: prong.whiten_(model, layers=...)"
+            )
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         if several and torch.distributed.get_world_size() > 1 and any(isinstance(layer, Explicit) for layer in layers):
             raise NotImplementedError(
@@ -235,6 +219,8 @@ class Refresher:
             raise ValueError('PRONG+ rescales principal directions and needs basis="pca"')
 
     def _after_step(self, *_: Any) -> None:
+        if self.gradients is not None:
+            self.gradients.restore()
         found_inf = getattr(self.optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf) > 0:  # a fused step that GradScaler skipped
             return
@@ -244,7 +230,7 @@ class Refresher:
             self.refresh()
             return
         if self.plus:
-            self._rescale()
+            rescale_(self.sites, self.optimizer)
         if isinstance(self.source, str):
             self._open_windows()
 
@@ -255,7 +241,7 @@ class Refresher:
         if not ready:
             warnings.warn(
                 "no whitened layer saw two samples before a refresh was due; whitening stays as it is. "
-                "Are the forwards run on the model that PRONG was given?",
+                "Are forwards run in training mode, on the model that the optimizer was given?",
                 stacklevel=3,
             )
             return
@@ -273,7 +259,7 @@ class Refresher:
             self._rates[name] = site.examples / length
         if self.source == "window" and not self._window_is_due(name):
             site.inputs = None
-        elif self.source == "window":
+        else:
             self._forget(name)
         site.examples = 0.0
         self._window_start[name] = self.updates
@@ -285,6 +271,8 @@ class Refresher:
 
     def _open_windows(self) -> None:
         for name, (layer, site) in self.sites.items():
+            if not layer.pair(site)[0].requires_grad:
+                continue  # nothing would use the whitening of a frozen layer
             if site.inputs is None and (self.source == "ema" or self._window_is_due(name)):
                 site.inputs = site.new_moments(layer.pair(site)[0])
                 self._window_start[name] = self.updates
@@ -300,27 +288,8 @@ class Refresher:
         if site.inputs is not None:
             site.inputs.decay(max(0.0, 1 - site.examples / self.samples))
 
-    def _rescale(self) -> None:
-        """PRONG+: U <- diag(1/s) U with s the running standard deviation of U (h - c); V's columns take s."""
-        changed, transitions = {}, {}
-        for name, (layer, site) in self.sites.items():
-            mean_square = None if site.spread is None else site.spread.take()
-            if mean_square is None or site.whitening is None:
-                continue
-            if not torch.isfinite(mean_square).all():
-                raise FloatingPointError(f"layer {name!r}: its whitened inputs contain NaN or infinite values")
-            s = (PLUS_DECAY + (1 - PLUS_DECAY) * mean_square).sqrt()
-            old = site.whitening
-            assert old.U is not None and old.U_inv is not None
-            new = Whitening(old.c, old.eps, U=old.U / s.unsqueeze(-1), U_inv=old.U_inv * s.unsqueeze(-2))
-            changed[name] = (layer, site, new)
-            transitions[name] = Transition.rescaling(s)
-        if changed:
-            assign_(changed, self.optimizer, "transport", transitions)
 
-
-def _check_count(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is a whole number, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} is at least {least}, got {value}")
+def _identity(groups: int, features: int, like: Tensor) -> Whitening:
+    """U = I and no centre: canonical coordinates."""
+    U = torch.eye(features, dtype=accumulation_dtype(like.dtype), device=like.device).expand(groups, -1, -1)
+    return Whitening(None, 0.0, U=U, U_inv=U)

@@ -96,11 +96,8 @@ class Moments:
         """The thin factor of the scatter, or None once there are as many rows as inputs."""
         if self._dense is not None:
             return None
-        if not self._factors:
-            return self.mean.new_zeros(self.mean.shape[0], 0, self.mean.shape[1])
-        if len(self._factors) > 1:
-            self._factors = [torch.cat(self._factors, dim=1)]
-        return self._factors[0]
+        nothing = self.mean.new_zeros(self.mean.shape[0], 0, self.mean.shape[1])
+        return torch.cat([nothing, *self._factors], dim=1)
 
     @property
     def scatter(self) -> Tensor:
@@ -148,7 +145,8 @@ class Moments:
             self._factors.extend(parts)
         else:
             if self._dense is None:
-                parts = [*self._factors, *parts]
+                # In one product, so that it does not matter how a saved state had joined its parts.
+                parts = [torch.cat([*self._factors, *parts], dim=1)] if self._factors or parts else []
                 self._dense = self.mean.new_zeros(*self.mean.shape, self.mean.shape[1])
                 self._factors = []
             for part in parts:

@@ -49,8 +49,16 @@ def plan_parameters(layer: Explicit, site: Site, transition: Transition) -> list
     return _moved(site, *layer.pair(site), transition, transport_velocity)
 
 
+def plan_gradients(layer: Explicit, site: Site, transition: Transition) -> list[Update]:
+    """The new gradients of V and d, where there are any."""
+    V, d = layer.pair(site)
+    if V.grad is None:
+        return []
+    return _moved(site, V.grad, None if d is None else d.grad, transition, transport_gradient)
+
+
 def plan_state(optimizer: Optimizer, layer: Explicit, site: Site, transition: Transition) -> list[Update]:
-    """The new values of the optimizer's state for V and d, carried over or None if it has to be reset."""
+    """The new values of the optimizer's state for V and d, carried over."""
     transports = transports_of(optimizer)
     V, d = layer.pair(site)
     updates: list[Update] = []

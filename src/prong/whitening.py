@@ -51,12 +51,6 @@ class Whitening:
         return all(bool(torch.isfinite(x).all()) for _, x in self.items() if isinstance(x, Tensor))
 
 
-def identity_whitening(groups: int, features: int, like: Tensor) -> Whitening:
-    """U = I and no centre: canonical coordinates."""
-    U = torch.eye(features, dtype=like.dtype, device=like.device).expand(groups, -1, -1)
-    return Whitening(None, 0.0, U=U, U_inv=U)
-
-
 def check_eps(eps: float) -> None:
     """Refuse a damping that is not a positive finite number."""
     if isinstance(eps, bool) or not isinstance(eps, int | float):
@@ -151,7 +145,7 @@ def _eigenbasis(Sigma: Tensor, eps: float, basis: Basis | None) -> dict[str, Ten
 
 
 def _low_rank(factor: Tensor, eps: float, basis: Basis | None) -> dict[str, Tensor]:
-    """P, or the ZCA U and U^-1, of `Sigma = factor^T factor` through the Gram matrix (rows, rows).
+    """P, or U and U^-1, of `Sigma = factor^T factor` through the Gram matrix (rows, rows).
 
     With `factor factor^T = Q diag(lam) Q^T` and orthonormal `E = factor^T Q diag(lam)^-1/2`, any function f has
     f(Sigma + eps I) = f(eps) I + E diag(f(lam + eps) - f(eps)) E^T.

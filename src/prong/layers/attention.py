@@ -66,12 +66,13 @@ class AttentionKind(WhitenedLayer):
             out_site.inputs is not None or out_site.spread is not None or out_site.outputs is not None
         )
 
+        examples_at = 1 if query.dim() == 3 and not self.batch_first else 0
         replaced: dict[str, Any] = {}
         inputs = (query, key, value)
         if watched:
             # Project here, where the gradients can be seen, and let torch's own projections be the identity.
             inputs = tuple(  # type: ignore[assignment]
-                self.watch(site, F.linear(h, W, b))
+                self.watch(site, F.linear(h, W, b), examples_at=examples_at)
                 for site, h, (W, b) in zip(self.sites, inputs, projections, strict=True)
             )
             identity = torch.eye(self.embed_dim, dtype=inputs[0].dtype, device=query.device)
@@ -90,7 +91,7 @@ class AttentionKind(WhitenedLayer):
         z, weights = plain_forward(_View(self, **replaced), *inputs, *args, **options)
         if listening and out is not None and out_site is not None:
             out.observe(out_site, z)
-            z = out.watch(out_site, F.linear(z, W_out, b_out))
+            z = out.watch(out_site, F.linear(z, W_out, b_out), examples_at=examples_at)
         return z, weights
 
     def _input_projections(self, projections: list[tuple[Tensor, Tensor | None]]) -> dict[str, Any]:

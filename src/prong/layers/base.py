@@ -35,6 +35,7 @@ class Owner(Protocol):
 
     optimizer: Optimizer
     on_refresh: Any
+    sites: dict[str, tuple[WhitenedLayer, Site]]
 
     def release(self) -> None:
         """Give the layer up, with parameters and optimizer state in canonical coordinates."""
@@ -64,7 +65,7 @@ class Site:
         outputs: where gradients with respect to the outputs are gathered, for gradient whitening.
         label: the full name, for messages.
         examples: how many examples the open window has seen.
-        training_only: whether forwards in eval mode without gradients are left out of the statistics.
+        training_only: whether forwards in eval mode are left out of the statistics.
     """
 
     weight: str
@@ -89,6 +90,12 @@ class Site:
         if tensor is None or self.rows is None or tensor.shape[0] == self.layout.shape[0]:
             return tensor
         return tensor[self.rows]
+
+    def write(self, target: Tensor, value: Tensor) -> None:
+        """Put a value into this site's rows of a tensor."""
+        part = self.part(target)
+        assert part is not None
+        part.copy_(value)
 
     def packed(self, weight: Tensor, bias: Tensor | None) -> Pair:
         """Weight-like and bias-like tensors as (groups, out, taps, in) and (groups, out)."""
@@ -156,9 +163,14 @@ class WhitenedLayer(nn.Module):
         """(W, b) of a site in the plain layer's shapes, to compute with."""
         raise NotImplementedError
 
+    @property
+    def channels_at(self) -> int:
+        """The dimension of inputs and outputs that holds features, from the end."""
+        return -1
+
     def input_rows(self, site: Site, h: Tensor) -> Inputs:
         """The inputs h as samples."""
-        rows = site.layout.rows(h, -1)
+        rows = site.layout.rows(h, self.channels_at)
         return Inputs(rows, 0.0, rows.shape[1])
 
     def observe(self, site: Site, h: Tensor) -> None:
@@ -170,8 +182,10 @@ class WhitenedLayer(nn.Module):
     def _record(self, site: Site, h: Tensor) -> None:
         if in_backward() or in_transform():  # checkpointing runs forwards again; under vmap there are no values
             return
-        if site.training_only and not self.training and not torch.is_grad_enabled():  # evaluation between updates
+        if site.training_only and not self.training:  # evaluation between updates
             return
+        if h.dim() < -self.channels_at or h.shape[self.channels_at] != site.layout.groups * site.layout.features:
+            return  # the layer itself is about to refuse this, in torch's words
         with torch.inference_mode(False), torch.no_grad():
             self._add(site, *self.input_rows(site, h.detach()))
 
@@ -182,23 +196,24 @@ class WhitenedLayer(nn.Module):
             except FloatingPointError as error:
                 raise FloatingPointError(
                     f"layer {site.label!r}, while its statistics were gathered: {error}. "
-                    "Nothing of this batch was counted; look at the data and the learning rate."
+                    "This layer has counted nothing of this batch; look at the data and the learning rate."
                 ) from None
             site.inputs.add_zeros(zeros)
             site.examples += examples
         if site.spread is not None and site.whitening is not None:
             site.spread.add(*_whitened_squares(rows, zeros, site.whitening))
 
-    def watch(self, site: Site, z: Tensor, channels_at: int = -1) -> Tensor:
+    def watch(self, site: Site, z: Tensor, examples_at: int = 0) -> Tensor:
         """The output z; its gradient goes to `site.outputs` when somebody asked for it."""
-        if site.outputs is not None and z.requires_grad:
-            self._watch(site.outputs, z, site.layout.groups, channels_at)
+        if site.outputs is not None and z.requires_grad and not self.switch.ordinary:
+            self._watch(site.outputs, z, site.layout.groups, self.channels_at, examples_at)
         return z
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _watch(self, outputs: OutputGradients, z: Tensor, groups: int, channels_at: int) -> None:
-        if not in_backward():
-            outputs.watch(z, groups, channels_at)
+    def _watch(self, outputs: OutputGradients, z: Tensor, *where: int) -> None:
+        if in_transform() or (in_backward() and outputs.pending is not None):
+            return  # under vmap there are no values, and labels were drawn in the first forward
+        outputs.watch(z, *where)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -291,9 +306,7 @@ class Explicit(WhitenedLayer):
                 W, b = to_whitened(W, b, site.whitening)
             for tensor, value in zip(trained, site.unpacked(W, b), strict=True):
                 if tensor is not None and value is not None:
-                    part = site.part(tensor)
-                    assert part is not None
-                    part.copy_(value)
+                    site.write(tensor, value)
 
     @contextmanager
     def _as_plain(self) -> Iterator[dict[str, nn.Parameter | None]]:

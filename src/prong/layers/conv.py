@@ -38,6 +38,10 @@ class ConvKind(WhitenedLayer):
         layout = Layout(tuple(module.weight.shape), module.groups)
         return (Site("weight", None if module.bias is None else "bias", layout),)
 
+    @property
+    def channels_at(self) -> int:  # noqa: D102
+        return -1 - len(self.kernel_size)
+
     def input_rows(self, site: Site, h: Tensor) -> Inputs:  # noqa: D102
         dims = len(self.kernel_size)
         spatial = h.shape[-dims:]
@@ -49,7 +53,7 @@ class ConvKind(WhitenedLayer):
         elif any(padding):
             padded = [n + padding[2 * i] + padding[2 * i + 1] for i, n in enumerate(reversed(spatial))]
             zeros = float(math.prod(padded) - math.prod(spatial)) * examples
-        rows = site.layout.rows(h, -1 - dims)
+        rows = site.layout.rows(h, self.channels_at)
         kept = thin(rows, examples, self.max_positions)
         return Inputs(kept, zeros * kept.shape[1] / max(rows.shape[1], 1), examples)
 
@@ -58,7 +62,7 @@ class ConvKind(WhitenedLayer):
         self.observe(site, h)
         W, b = self.effective(site)
         z: Tensor = self._conv_forward(h, W, b)  # type: ignore[operator]
-        return self.watch(site, z, -1 - len(self.kernel_size))
+        return self.watch(site, z)
 
 
 class ConvTransposeKind(WhitenedLayer):
@@ -72,10 +76,14 @@ class ConvTransposeKind(WhitenedLayer):
         layout = Layout(tuple(module.weight.shape), module.groups, transposed=True)
         return (Site("weight", None if module.bias is None else "bias", layout),)
 
+    @property
+    def channels_at(self) -> int:  # noqa: D102
+        return -1 - len(self.kernel_size)
+
     def input_rows(self, site: Site, h: Tensor) -> Inputs:  # noqa: D102
         dims = len(self.kernel_size)
         examples = h.shape[0] if h.dim() == dims + 2 else 1
-        rows = thin(site.layout.rows(h, -1 - dims), examples, self.max_positions)
+        rows = thin(site.layout.rows(h, self.channels_at), examples, self.max_positions)
         return Inputs(rows, 0.0, examples)
 
     def forward(self, h: Tensor, output_size: list[int] | None = None) -> Tensor:  # noqa: D102
@@ -89,7 +97,7 @@ class ConvTransposeKind(WhitenedLayer):
         )
         convolve: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
         z: Tensor = convolve(h, W, b, layer.stride, layer.padding, output_padding, layer.groups, layer.dilation)
-        return self.watch(site, z, -1 - dims)
+        return self.watch(site, z)
 
 
 class ImplicitConv1d(Implicit, ConvKind, nn.Conv1d):
