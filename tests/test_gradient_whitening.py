@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.training import DOUBLE, batches, canonical, convnet, mlp, run
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import prong
 
@@ -164,3 +168,102 @@ def test_a_model_whose_output_is_not_a_tensor_cannot_draw_labels():
     prong.PRONG(model, 0.1, gradient_whitening="gaussian")
     with pytest.raises(TypeError, match="empirical"):
         model(torch.randn(4, 3))
+
+
+def test_an_overflow_that_a_grad_scaler_skips_is_left_out_of_balance():
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.01, eps=0.3, period=4, samples=32, balance=True)
+    data = batches(model, 4)
+    run(model, optimizer, data[:2])
+    before = optimizer.refresher.gradients.Q["0"].clone()
+    (F.cross_entropy(model(data[2][0]), data[2][1]) * float("inf")).backward()
+    run(model, optimizer, data[3:])
+    after = optimizer.refresher.gradients.Q["0"]
+    assert torch.isfinite(after).all() and not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("options", SOURCES, ids=IDS)
+def test_copies_of_the_model_are_free_of_its_optimizer(options):
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.01, eps=0.3, period=4, samples=32, **options)
+    x, y = batches(model, 1)[0]
+    run(model, optimizer, [(x, y)])
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        torch.testing.assert_close(other(x), model(x))
+        F.cross_entropy(other(x), y).backward()
+        assert all(layer.sites[0].outputs is None for layer in other[::2])
+
+
+@pytest.mark.parametrize("options", SOURCES, ids=IDS)
+def test_functional_transforms_and_ordinary_gradients_are_not_counted(options):
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.01, eps=0.3, period=64, samples=1000, **options)
+    data = batches(model, 3)
+    run(model, optimizer, data[:1])
+    gathered = [site.outputs.examples for _, site in optimizer.refresher.sites.values()]
+    x, y = data[1]
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters, x, y):
+        return F.cross_entropy(torch.func.functional_call(model, parameters, (x[None],)), y[None])
+
+    model.eval()
+    torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(parameters, x, y)
+    with prong.ordinary_gradients(model):
+        F.cross_entropy(model(x), y).backward()
+    model.train()
+    assert [site.outputs.examples for _, site in optimizer.refresher.sites.values()] == gathered
+    run(model, optimizer, data[2:])
+
+
+def test_an_example_of_attention_is_a_sequence_wherever_the_batch_is():
+    torch.manual_seed(0)
+    first = nn.MultiheadAttention(6, 2, batch_first=True).double()
+    second = copy.deepcopy(first)
+    second.batch_first = False
+    x = torch.randn(8, 5, 6, dtype=DOUBLE)
+    Q = []
+    for model, h in ((first, x), (second, x.transpose(0, 1))):
+        optimizer = prong.PRONG(model, 0.0, 0.0, balance=True)
+        model(h, h, h)[0].square().sum().div(8).backward()
+        optimizer.step()
+        Q.append(optimizer.refresher.gradients.Q)
+    torch.testing.assert_close(Q[0], Q[1], **CLOSE)
+
+
+def test_balance_works_with_both_kinds_of_checkpointing():
+    paths = []
+    for reentrant in (None, True, False):
+        model = mlp()
+        optimizer = prong.PRONG(model, 0.01, eps=0.3, period=4, samples=32, balance=True)
+        for x, y in batches(model, 6):
+            optimizer.zero_grad()
+            z = model(x) if reentrant is None else checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
+            F.cross_entropy(z, y).backward()
+            optimizer.step()
+        paths.append(canonical(model))
+    torch.testing.assert_close(paths[0], paths[1], **CLOSE)
+    torch.testing.assert_close(paths[0], paths[2], **CLOSE)
+
+
+def test_a_construction_that_fails_leaves_no_hook_behind():
+    model = mlp()
+    for options in ({"period": 0, "gradient_whitening": "categorical"}, {"eps": 0.0, "balance": True}):
+        with pytest.raises(ValueError):
+            prong.PRONG(model, 0.1, **options)
+        assert not model._forward_hooks
+    prong.PRONG(model, 0.1)
+    with pytest.raises(ValueError, match="another PRONG"):
+        prong.PRONG(model, 0.1, balance=True)
+    assert model[0].sites[0].outputs is None
+
+
+def test_a_loss_scale_that_is_none_is_refused():
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.1, balance=True)
+    optimizer.loss_scale = 0.0
+    with pytest.raises(ValueError, match="loss_scale"):
+        run(model, optimizer, batches(model, 1))

@@ -164,7 +164,7 @@ def test_an_output_kept_for_a_backward_of_our_own_is_not_listened_to():
     outputs.watch(z, 2, -1)
     z.sum().backward()
     assert outputs.total is None
-    ((kept, groups, channels_at),) = outputs.pending
+    ((kept, groups, channels_at, _),) = outputs.pending
     assert kept is z and (groups, channels_at) == (2, -1)
 
 

@@ -153,3 +153,35 @@ def test_it_has_no_side_effects_besides_the_weights_and_the_draws():
     torch.testing.assert_close(model[0].weight.grad, gradient)
     torch.testing.assert_close(model[1].running_mean, running)
     assert model.training and not model[0]._forward_hooks
+
+
+def test_frozen_layers_keep_their_weights():
+    model = mlp()
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    prong.initialize_(model, batches(model, 1)[0][0])
+    torch.testing.assert_close(model[0].weight, before, rtol=0, atol=0)
+
+
+def test_attentions_output_projection_is_drawn_too():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
+    before = {name: p.detach().clone() for name, p in layer.named_parameters() if "norm" not in name}
+    prong.initialize_(layer, torch.randn(32, 5, 8, dtype=DOUBLE))
+    assert all(not torch.equal(before[name], p) for name, p in layer.named_parameters() if name in before)
+
+
+def test_transposed_convolutions_are_scaled_by_their_own_fan_in():
+    torch.manual_seed(0)
+    spread = []
+    for kind in (nn.Conv2d, nn.ConvTranspose2d):
+        layer = kind(64, 4, 3).double()
+        x = torch.randn(16, 64, 8, 8, dtype=DOUBLE)
+        prong.initialize_(layer, x)
+        spread.append(layer(x)[..., 2:-2, 2:-2].std())
+    assert 0.7 < spread[0] / spread[1] < 1.4
+
+
+def test_a_scheme_must_work_in_place():
+    with pytest.raises(ValueError, match="in place"):
+        prong.initialize_(mlp(), batches(mlp(), 1)[0][0], scheme=torch.zeros_like)

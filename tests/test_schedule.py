@@ -296,3 +296,85 @@ def test_a_loader_that_fails_leaves_the_model_free_for_another_optimizer():
 def test_gradient_matrices_cannot_come_from_a_loader():
     with pytest.raises(ValueError, match="window"):
         prong.PRONG(mlp(), 0.1, source=[torch.randn(8, 6, dtype=DOUBLE)], gradient_whitening="categorical")
+
+
+@pytest.mark.parametrize("period", [1, 64])
+def test_ema_counts_about_as_many_examples_as_asked_for(period):
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.0, 0.0, eps=0.1, period=period, samples=64, source="ema")
+    data = batches(model, 30)
+    expected = Moments(1, 6, DOUBLE)
+    for x, _ in data:
+        expected.add(x[None])
+        expected.decay(1 - 16 / 64)
+    run(model, optimizer, data)
+    window = model[0].sites[0].inputs
+    assert window.count == pytest.approx(expected.count)
+    torch.testing.assert_close(window.mean, expected.mean, **CLOSE)
+    torch.testing.assert_close(window.scatter, expected.scatter, **CLOSE)
+
+
+def test_one_optimizer_trains_all_explicit_layers():
+    model = prong.whiten_(mlp(), "explicit")
+    with pytest.raises(ValueError, match="does not train all"):
+        prong.Refresher(model, torch.optim.SGD(model[0].parameters(), 0.1))
+
+
+def test_plus_needs_an_optimizer_whose_state_it_can_carry():
+    model = prong.whiten_(mlp(), "explicit")
+    with pytest.raises(ValueError, match="Adamax"):
+        prong.Refresher(model, torch.optim.Adamax(model.parameters()), plus=True)
+
+
+def test_an_iterator_is_no_source():
+    with pytest.raises(TypeError, match="iterator"):
+        prong.PRONG(mlp(), 0.1, source=iter([torch.zeros(4, 6, dtype=DOUBLE)]))
+
+
+def test_frozen_layers_gather_nothing_and_stay_bit_for_bit():
+    model = mlp()
+    model[2].requires_grad_(False)
+    before = model[2].weight.detach().clone()
+    run(model, prong.PRONG(model, 0.01, eps=0.1, period=2, samples=16, form="explicit"), batches(model, 9))
+    assert model[2].sites[0].inputs is None and model[2].sites[0].whitening is None
+    torch.testing.assert_close(model[2].weight.detach(), before, **EXACT)
+
+
+@pytest.mark.parametrize("form", ["implicit", "explicit"])
+def test_gradients_that_wait_for_a_step_are_folded_too(form):
+    paths = []
+    for folding in (False, True):
+        model = mlp()
+        optimizer = prong.PRONG(model, 0.01, 0.9, eps=0.3, period=64, samples=32, form=form)
+        data = batches(model, 3)
+        run(model, optimizer, data[:2])
+        if folding:
+            prong.fold_(model)
+        x, y = data[2]
+        optimizer.zero_grad()
+        with prong.ordinary_gradients(model):
+            F.cross_entropy(model(x), y).backward()
+        prong.fold_(model)
+        optimizer.step()
+        paths.append(canonical(model))
+    torch.testing.assert_close(*paths, rtol=1e-9, atol=1e-10)
+
+
+def test_a_part_of_an_optimizers_model_cannot_be_folded_alone():
+    model = mlp()
+    prong.PRONG(model, 0.1)
+    with pytest.raises(ValueError, match="whole model"):
+        prong.fold_(model[0])
+    assert type(model[0]) is not nn.Linear
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_models_train_and_fold(dtype):
+    for form in ("implicit", "explicit"):
+        model = mlp(dtype=dtype)
+        optimizer = prong.PRONG(model, 0.01, eps=0.3, period=4, samples=32, form=form)
+        losses = run(model, optimizer, batches(model, 1) * 12)
+        assert losses[-1] < losses[0]
+        x = batches(model, 1)[0][0]
+        before = model(x)
+        torch.testing.assert_close(prong.fold_(model)(x), before, rtol=0.1, atol=0.1)

@@ -33,7 +33,8 @@ def refresh_(
 ) -> nn.Module:
     """Estimate every whitened layer's inputs from batches, and change coordinates so that they are white.
 
-    The network's function, gradients, random state, train/eval mode and other buffers stay as they are.
+    The network's function, gradients, random state, train/eval mode and other buffers stay as they are. Refresh between
+    `step` and `backward`: gradients that wait for a step would be those of the old coordinates (explicit form).
 
     Args:
         model: a model with whitened layers (`whiten_`).
@@ -61,7 +62,7 @@ def refresh_(
     on_refresh: OnRefresh = "transport" if owner is None else owner.on_refresh
     if optimizer is None and owner is not None:
         optimizer = owner.optimizer
-    rewhiten_(sites, moments, eps, optimizer, on_refresh, gradients=True)
+    rewhiten_(sites, moments, eps, optimizer, on_refresh)
     for _, site in sites.values():
         if site.spread is not None:
             site.spread.take()  # measured in the old coordinates
@@ -97,7 +98,6 @@ def rewhiten_(
     eps: float,
     optimizer: Optimizer | None = None,
     on_refresh: OnRefresh = "transport",
-    gradients: bool = False,
 ) -> None:
     """Give sites the whitening of these moments. Sites without samples keep the one they have."""
     seen = {name: m for name, m in moments.items() if m.count > 0}
@@ -116,7 +116,7 @@ def rewhiten_(
             if new[name].eps != eps:
                 warnings.warn(f"layer {name!r}: damping was raised from {eps:g} to {new[name].eps:g}", stacklevel=3)
     chosen = {name: (*sites[name], whitening) for name, whitening in new.items()}
-    assign_(chosen, optimizer, on_refresh, gradients=gradients)
+    assign_(chosen, optimizer, on_refresh)
 
 
 @torch.inference_mode(False)
@@ -148,8 +148,6 @@ def assign_(
         else:
             transition = transitions[name]
         planned = plan_parameters(layer, site, transition)
-        if gradients:
-            planned += plan_gradients(layer, site, transition)
         if optimizer is not None and not reset:
             planned += plan_state(optimizer, layer, site, transition)
         if not all(torch.isfinite(value).all() for _, value in planned):
@@ -158,6 +156,8 @@ def assign_(
                 "Nothing was changed; a larger eps helps."
             )
         updates += planned
+        if gradients:  # these may be anything: a GradScaler skips what is not finite
+            updates += plan_gradients(layer, site, transition)
     for target, value in updates:
         target.copy_(value)
     for layer, site, new in whitenings.values():

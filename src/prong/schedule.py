@@ -41,8 +41,8 @@ class Refresher:
         period: updates between refreshes, the paper's T.
         samples: examples per refresh, the paper's N_s. Rows count for linear layers and attention (tokens), images
             for convolutions.
-        source: "window": the forwards in training mode just before a refresh (where refreshes are closer than a window is
-            long, older ones fade); "ema": all forwards, forgotten at a rate that leaves `samples`; or an iterable of
+        source: "window": the forwards in training mode just before a refresh (where refreshes are closer than a window
+            is long, older ones fade); "ema": all forwards, forgotten at a rate that leaves `samples`; or an iterable of
             batches (a loader) to run the model on, as the paper does.
         on_refresh: "transport" the optimizer's momentum exactly, or "reset" it, as the paper did.
         plus: PRONG+: after each update, rescale by the standard deviation of the whitened activations.

@@ -97,14 +97,14 @@ METHODS = (
     Method(
         name="Adam, whitened init",
         make=whitened(make_adam),
-        settings={"lr": 1e-2, "eps": 1e-2},
-        trials=_grid((3e-3, 1e-2, 3e-2), (3e-3, 1e-2, 3e-2)),
+        settings={"lr": 3e-3, "eps": 3e-2},
+        trials=_grid((1e-3, 3e-3, 1e-2), (1e-2, 3e-2, 1e-1)),
     ),
     Method(
         name="SGD, whitened init",
         make=whitened(make_sgd),
-        settings={"lr": 3e-4, "eps": 1e-2},
-        trials=_grid((1e-4, 3e-4, 1e-3), (3e-3, 1e-2, 3e-2)),
+        settings={"lr": 1e-3, "eps": 1e-2},
+        trials=_grid((3e-4, 1e-3, 3e-3), (3e-3, 1e-2, 3e-2)),
     ),
     Method(
         name="Adam",
@@ -116,6 +116,6 @@ METHODS = (
         name="SGD",
         make=make_sgd,
         settings={"lr": 1e-2},
-        trials=_rates(1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0),
+        trials=_rates(1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
     ),
 )
