@@ -58,6 +58,7 @@ def test_prong_reaches_an_error_of_9(digits):
     assert error <= 9.0
 
 
+@pytest.mark.slow
 def test_balanced_prong_reaches_an_error_of_8(digits):
     error = error_after_training(
         digits,

@@ -94,7 +94,7 @@ def whiten(moments: Moments, eps: float, basis: Basis | None = None, centred: bo
     factor = moments.factor
     if factor is not None and not centred:  # the mean is one more direction of the second moment
         factor = torch.cat([factor, math.sqrt(moments.count) * moments.mean.unsqueeze(1)], dim=1)
-    low_rank = factor is not None and basis in (None, "zca") and 0 < factor.shape[1] < moments.mean.shape[1]
+    low_rank = factor is not None and basis != "cholesky" and 0 < factor.shape[1] < moments.mean.shape[1]
     X = factor / math.sqrt(moments.count) if low_rank and factor is not None else moments.covariance(centred)
     if not torch.isfinite(X).all():
         raise FloatingPointError("the second moments are not finite: the inputs are too large to square")
@@ -159,6 +159,13 @@ def _low_rank(factor: Tensor, eps: float, basis: Basis | None) -> dict[str, Tens
     real = lam > floor
     lam = lam.where(real, torch.ones_like(lam))
     E = (factor.mT @ Q) * (real / lam.sqrt()).unsqueeze(-2)
+
+    if basis == "pca":
+        # Directions without variance are any orthonormal rest, which a complete QR adds far faster than eigh finds it.
+        E = torch.linalg.qr(E.flip(-1), mode="complete").Q
+        rest = lam.new_zeros(*lam.shape[:-1], E.shape[-1] - lam.shape[-1])
+        root = (torch.cat([(lam * real).flip(-1), rest], dim=-1) + eps).sqrt().unsqueeze(-2)
+        return {"U": (E / root).mT.contiguous(), "U_inv": E * root}
 
     def of_sigma(power: float) -> Tensor:
         base = eps**power

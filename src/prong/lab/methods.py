@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -49,10 +50,17 @@ class Method:
         return train(model, optimizer, digits, plan, seconds=perf_counter() - start, on_update=on_update)
 
 
-def make_prong(model: nn.Module, settings: Settings, batches: Sequence[Tensor]) -> Optimizer:
+def make_prong(model: nn.Module, settings: Settings, batches: Sequence[Tensor], balance: bool = False) -> Optimizer:
     """PRONG with Nesterov momentum, from the whitened initialisation."""
     optimizer = prong.PRONG(
-        model, settings["lr"], momentum=0.9, nesterov=True, eps=settings["eps"], period=PERIOD, samples=SAMPLES
+        model,
+        settings["lr"],
+        momentum=0.9,
+        nesterov=True,
+        eps=settings["eps"],
+        period=PERIOD,
+        samples=SAMPLES,
+        balance=balance,
     )
     optimizer.initialize(batches)
     return optimizer
@@ -95,6 +103,12 @@ METHODS = (
         trials=_grid((2.5e-4, 5e-4, 1e-3), (1e-3, 3e-3, 1e-2)),
     ),
     Method(
+        name="PRONG, balanced",
+        make=partial(make_prong, balance=True),
+        settings={"lr": 1e-3, "eps": 1e-2},
+        trials=_grid((5e-4, 1e-3, 2e-3), (3e-3, 1e-2, 3e-2)),
+    ),
+    Method(
         name="Adam, whitened init",
         make=whitened(make_adam),
         settings={"lr": 3e-3, "eps": 3e-2},
@@ -115,7 +129,7 @@ METHODS = (
     Method(
         name="SGD",
         make=make_sgd,
-        settings={"lr": 1e-2},
-        trials=_rates(1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+        settings={"lr": 1.0},
+        trials=_rates(1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0),
     ),
 )
