@@ -105,19 +105,19 @@ METHODS = (
     Method(
         name="PRONG, balanced",
         make=partial(make_prong, balance=True),
-        settings={"lr": 1e-3, "eps": 1e-2},
+        settings={"lr": 1e-3, "eps": 3e-2},
         trials=_grid((5e-4, 1e-3, 2e-3), (3e-3, 1e-2, 3e-2)),
     ),
     Method(
         name="Adam, whitened init",
         make=whitened(make_adam),
-        settings={"lr": 3e-3, "eps": 3e-2},
+        settings={"lr": 1e-2, "eps": 3e-2},
         trials=_grid((1e-3, 3e-3, 1e-2), (1e-2, 3e-2, 1e-1)),
     ),
     Method(
         name="SGD, whitened init",
         make=whitened(make_sgd),
-        settings={"lr": 1e-3, "eps": 1e-2},
+        settings={"lr": 3e-3, "eps": 3e-2},
         trials=_grid((3e-4, 1e-3, 3e-3), (3e-3, 1e-2, 3e-2)),
     ),
     Method(
