@@ -36,15 +36,20 @@ class _Naturalize(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.b, P, c, ctx.layout, ctx.switch = inputs
-        ctx.b = ctx.b is not None
+        _, b, P, c, ctx.layout, ctx.switch = inputs
+        ctx.outputs = None if b is None else b.shape[0]
         ctx.save_for_backward(P, c)
+        ctx.set_materialize_grads(False)  # or a gradient that nobody sent would cost a product with zeros
 
     @staticmethod
-    def backward(ctx: Any, gW: Tensor, gb: Tensor | None = None) -> Any:
+    def backward(ctx: Any, gW: Tensor | None, gb: Tensor | None = None) -> Any:
         P, c = ctx.saved_tensors
         layout: Layout = ctx.layout
-        if not ctx.needs_input_grad[0] or ctx.switch.ordinary:
+        if gW is None and gb is not None:
+            gW = gb.new_zeros(layout.shape)
+        if gb is None and gW is not None and ctx.outputs is not None:
+            gb = gW.new_zeros(ctx.outputs)
+        if gW is None or not ctx.needs_input_grad[0] or ctx.switch.ordinary:
             # With W frozen, only d moves, and its gradient is b's.
             return gW, gb, None, None, None, None
         bias = layout.pack_bias(gb) if gb is not None and ctx.needs_input_grad[1] else None
@@ -59,7 +64,7 @@ class _NaturalizeForwardMode(_Naturalize):
 
     @staticmethod
     def jvp(ctx: Any, tW: Tensor, tb: Tensor | None, *_: Any) -> Any:
-        return (tW.view_as(tW), tb.view_as(tb)) if ctx.b and tb is not None else tW.view_as(tW)
+        return (tW.view_as(tW), tb.view_as(tb)) if ctx.outputs is not None and tb is not None else tW.view_as(tW)
 
 
 def naturalize(
