@@ -36,9 +36,10 @@ class _Naturalize(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, b, P, c, ctx.layout, ctx.switch = inputs
+        W, b, P, c, ctx.layout, ctx.switch = inputs
         ctx.outputs = None if b is None else b.shape[0]
         ctx.save_for_backward(P, c)
+        ctx.save_for_forward(W, b)
         ctx.set_materialize_grads(False)  # or a gradient that nobody sent would cost a product with zeros
 
     @staticmethod
@@ -63,8 +64,12 @@ class _NaturalizeForwardMode(_Naturalize):
     generate_vmap_rule = True
 
     @staticmethod
-    def jvp(ctx: Any, tW: Tensor, tb: Tensor | None, *_: Any) -> Any:
-        return (tW.view_as(tW), tb.view_as(tb)) if ctx.outputs is not None and tb is not None else tW.view_as(tW)
+    def jvp(ctx: Any, tW: Tensor | None, tb: Tensor | None, *_: Any) -> Any:
+        W, b = ctx.saved_tensors
+        tW = torch.zeros_like(W) if tW is None else tW.view_as(tW)
+        if b is None:
+            return tW
+        return tW, torch.zeros_like(b) if tb is None else tb.view_as(tb)
 
 
 def naturalize(
