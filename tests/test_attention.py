@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import prong
-from cases import (
+from tests.cases import (
     ATTENTION,
     FORMS,
     MODELS,

@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import prong
-from cases import (
+from tests.cases import (
     FORMS,
     MODELS,
     SPECS,

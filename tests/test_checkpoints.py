@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import prong
-from cases import ATTENTION, FORMS, MODELS, SPECS, assert_close, assert_identical, curved, parameter_gradients
+from tests.cases import ATTENTION, FORMS, MODELS, SPECS, assert_close, assert_identical, curved, parameter_gradients
 
 forms = pytest.mark.parametrize("form", FORMS)
 models = pytest.mark.parametrize("case", MODELS.values(), ids=MODELS)

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import reference
-from conftest import assert_close
 from prong.gradients import OutputGradients, precondition, sampled_output_gradient
 from prong.layers.layout import Layout
+from tests import reference
+from tests.closeness import assert_close
 
 # (shape of the output, groups, where its channels are)
 OUTPUTS = {

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import prong
-from cases import (
+from prong.injection import whitened_layers, whitened_sites
+from tests.cases import (
     FORMS,
     MODELS,
     SPECS,
@@ -22,7 +23,6 @@ from cases import (
     parameter_gradients,
     plain_copy,
 )
-from prong.injection import whitened_layers, whitened_sites
 
 forms = pytest.mark.parametrize("form", FORMS)
 models = pytest.mark.parametrize("case", MODELS.values(), ids=MODELS)

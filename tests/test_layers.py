@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import prong
-from cases import (
+from prong.layers.natural import Switch, natural_linear, naturalize
+from tests.cases import (
     FORMS,
     MODELS,
     PROPERTY,
@@ -33,7 +34,6 @@ from cases import (
     samples_of,
     trained,
 )
-from prong.layers.natural import Switch, natural_linear, naturalize
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 

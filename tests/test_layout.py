@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-import reference
-from conftest import assert_close
 from prong.layers.layout import Layout
+from tests import reference
+from tests.closeness import assert_close
 
 
 @st.composite

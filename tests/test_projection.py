@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import reference
-from conftest import assert_close
 from prong.projection import (
     Pair,
     Transition,
@@ -27,6 +25,8 @@ from prong.projection import (
     transport_velocity,
 )
 from prong.whitening import Whitening
+from tests import reference
+from tests.closeness import assert_close
 
 
 def randn(*shape: int) -> Tensor:

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import reference
-from conftest import assert_close
 from prong.statistics import MeanSquare, Moments, accumulation_dtype
+from tests import reference
+from tests.closeness import assert_close
 
 seeds = st.integers(0, 2**31 - 1)
 sizes = st.lists(st.integers(0, 7), min_size=1, max_size=6)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import prong
-from cases import FORMS, MODELS, SPECS
+from tests.cases import FORMS, MODELS, SPECS
 
 forms = pytest.mark.parametrize("form", FORMS)
 

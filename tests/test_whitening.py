@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import reference
-from conftest import assert_close
 from prong.statistics import Moments
 from prong.whitening import BASES, Whitening, WhiteningError, whiten
+from tests import reference
+from tests.closeness import assert_close
 
 EPS = 1e-2
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.lab.digits import contents, write_files
 from torch import nn
+
+from tests.lab.digits import contents, write_files
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.lab.digits import small_digits
 
 from prong.lab import bench
+from tests.lab.digits import small_digits
 
 
 def test_the_command_prints_ratios_and_writes_a_record(tmp_path: Path, mnist: Path) -> None:

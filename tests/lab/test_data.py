@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.lab.digits import contents, idx_bytes, images, labels, real_mnist, write_files
 
 from prong.lab.data import FILES, SUBFOLDERS, load_mnist
 from prong.lab.idx import IMAGES, LABELS, read_idx
+from tests.lab.digits import contents, idx_bytes, images, labels, real_mnist, write_files
 
 TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = FILES
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 from rich.console import Console
-from tests.lab.digits import small_digits
 
 from prong.lab import demo
 from prong.lab.demo import main
 from prong.lab.methods import METHODS
+from tests.lab.digits import small_digits
 
 NAMES = [method.name for method in METHODS]
 TUNING = Path(__file__).parents[2] / "results" / "demo-tuning.json"

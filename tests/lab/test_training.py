@@ -7,12 +7,12 @@ from itertools import islice
 
 import pytest
 import torch
-from tests.lab.digits import small_digits
 from torch import nn
 from torch.optim import SGD
 
 import prong
 from prong.lab.training import Divergence, Plan, Row, Run, minibatches, squared_error, step, train
+from tests.lab.digits import small_digits
 
 DIGITS = small_digits()
 PLAN = Plan(updates=8, batch=16, warm_up=2, evaluations=4)
