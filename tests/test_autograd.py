@@ -563,6 +563,7 @@ def test_a_whitening_estimated_in_inference_mode_can_be_trained_with(form):
         prong.refresh_(model, MODELS["mlp"].sample(20))
     for rows in (2, 9):
         curved(model(MODELS["mlp"].sample(rows))).backward()
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
 @forms

@@ -28,40 +28,32 @@ from prong.layers.linear import (
 )
 from prong.layers.natural import Switch
 
-IMPLICIT: dict[type[nn.Module], type[WhitenedLayer]] = {
-    kind.plain: kind
-    for kind in (
-        ImplicitLinear,
-        ImplicitOutProjection,
-        ImplicitConv1d,
-        ImplicitConv2d,
-        ImplicitConv3d,
-        ImplicitConvTranspose1d,
-        ImplicitConvTranspose2d,
-        ImplicitConvTranspose3d,
-        ImplicitMultiheadAttention,
-    )
+LAYERS: tuple[type[WhitenedLayer], ...] = (
+    ImplicitLinear,
+    ExplicitLinear,
+    ImplicitOutProjection,
+    ExplicitOutProjection,
+    ImplicitConv1d,
+    ExplicitConv1d,
+    ImplicitConv2d,
+    ExplicitConv2d,
+    ImplicitConv3d,
+    ExplicitConv3d,
+    ImplicitConvTranspose1d,
+    ExplicitConvTranspose1d,
+    ImplicitConvTranspose2d,
+    ExplicitConvTranspose2d,
+    ImplicitConvTranspose3d,
+    ExplicitConvTranspose3d,
+    ImplicitMultiheadAttention,
+    ExplicitMultiheadAttention,
+)
+FORMS: dict[str, dict[type[nn.Module], type[WhitenedLayer]]] = {
+    form: {layer.plain: layer for layer in LAYERS if layer.form == form} for form in ("implicit", "explicit")
 }
-EXPLICIT: dict[type[nn.Module], type[WhitenedLayer]] = {
-    kind.plain: kind
-    for kind in (
-        ExplicitLinear,
-        ExplicitOutProjection,
-        ExplicitConv1d,
-        ExplicitConv2d,
-        ExplicitConv3d,
-        ExplicitConvTranspose1d,
-        ExplicitConvTranspose2d,
-        ExplicitConvTranspose3d,
-        ExplicitMultiheadAttention,
-    )
-}
-FORMS = {"implicit": IMPLICIT, "explicit": EXPLICIT}
 
 __all__ = [
-    "EXPLICIT",
     "FORMS",
-    "IMPLICIT",
     "Explicit",
     "Implicit",
     "Site",
