@@ -1,26 +1,43 @@
-"""The methods that the demo compares, with their settings and those tried for each."""
+"""Ways to train a model, all made alike: PRONG in its variants, and what people would pick instead."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
+from typing import Any, Protocol
 
+import pytorch_optimizer
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
+from torch import nn
 
 import prong
-from prong.lab.data import Digits
-from prong.lab.models import autoencoder
-from prong.lab.training import Plan, Run, train
 
 Settings = Mapping[str, float]
-Make = Callable[[nn.Module, Settings, Sequence[Tensor]], Optimizer]
+MOMENTUM = 0.9
 
-SAMPLES = 5000  # training examples behind a whitened initialisation, and behind each refresh
-PERIOD = 200  # updates between refreshes
+
+class Trains(Protocol):
+    """What a training loop needs of an optimizer."""
+
+    param_groups: list[dict[str, Any]]
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+
+    def step(self) -> Any:
+        """Make one update."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When PRONG re-estimates: the paper's T and N_s."""
+
+    period: int = 1000
+    samples: int = 12_800
+
+
+Make = Callable[[nn.Module, Settings, Schedule], Trains]
 
 
 @dataclass(frozen=True)
@@ -29,107 +46,87 @@ class Method:
 
     Attributes:
         name: for tables and legends.
-        make: the optimizer of a new model, and the model initialised, from settings and batches of examples.
-        settings: the best of `trials` by training error; see results/demo-tuning.json.
-        trials: settings tried by `python -m prong.lab.demo --tune`, as many for every method.
+        make: the optimizer of a model, from settings; refreshes, if it makes any, by the schedule.
+        searched: the settings that tuning chooses: the learning rate, and the damping where there is one.
+        batch_norm: whether it trains a model with batch-norm layers.
     """
 
     name: str
     make: Make
-    settings: Settings
-    trials: Sequence[Settings]
-
-    def run(
-        self, digits: Digits, plan: Plan, settings: Settings, on_update: Callable[[int], None] = lambda update: None
-    ) -> Run:
-        """One run on a new model; its seconds begin with the initialisation."""
-        torch.manual_seed(plan.seed)
-        model = autoencoder()
-        start = perf_counter()
-        optimizer = self.make(model, settings, torch.split(digits.train[:SAMPLES], 500))
-        return train(model, optimizer, digits, plan, seconds=perf_counter() - start, on_update=on_update)
+    searched: tuple[str, ...] = ("lr",)
+    batch_norm: bool = False
 
 
-def make_prong(model: nn.Module, settings: Settings, batches: Sequence[Tensor], balance: bool = False) -> Optimizer:
-    """PRONG with Nesterov momentum, from the whitened initialisation."""
-    optimizer = prong.PRONG(
+class Together:
+    """Several optimizers, each with its share of the parameters, as one."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        """Make one update."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def _prong(model: nn.Module, settings: Settings, schedule: Schedule, **options: Any) -> Trains:
+    return prong.PRONG(
         model,
         settings["lr"],
-        momentum=0.9,
+        momentum=MOMENTUM,
         nesterov=True,
         eps=settings["eps"],
-        period=PERIOD,
-        samples=SAMPLES,
-        balance=balance,
+        period=schedule.period,
+        samples=schedule.samples,
+        **options,
     )
-    optimizer.initialize(batches)
+
+
+def _whitened_adam(model: nn.Module, settings: Settings, schedule: Schedule) -> Trains:
+    prong.whiten_(model, form="explicit")
+    optimizer = torch.optim.Adam(model.parameters(), settings["lr"])
+    prong.Refresher(model, optimizer, eps=settings["eps"], period=schedule.period, samples=schedule.samples)
     return optimizer
 
 
-def make_sgd(model: nn.Module, settings: Settings, batches: Sequence[Tensor]) -> Optimizer:
-    """SGD with Nesterov momentum."""
-    return SGD(model.parameters(), settings["lr"], momentum=0.9, nesterov=True)
+def _sgd(model: nn.Module, settings: Settings, schedule: Schedule) -> Trains:
+    return torch.optim.SGD(model.parameters(), settings["lr"], momentum=MOMENTUM, nesterov=True)
 
 
-def make_adam(model: nn.Module, settings: Settings, batches: Sequence[Tensor]) -> Optimizer:
-    """Adam as it comes."""
-    return Adam(model.parameters(), settings["lr"])
+def _plain(optimizer: Callable[..., Trains], **options: Any) -> Make:
+    """An optimizer as it comes, except for options."""
+    return lambda model, settings, schedule: optimizer(model.parameters(), lr=settings["lr"], **options)
 
 
-def whitened(make: Make) -> Make:
-    """The same optimizer from the whitened initialisation: what PRONG starts from helps the others too."""
-
-    def make_whitened(model: nn.Module, settings: Settings, batches: Sequence[Tensor]) -> Optimizer:
-        prong.initialize_(model, batches, settings["eps"])
-        return make(model, settings, batches)
-
-    return make_whitened
+def _muon(model: nn.Module, settings: Settings, schedule: Schedule) -> Trains:
+    """Muon for matrices (kernels are not matrices to torch's), Adam for the rest, as its authors advise."""
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() != 2]
+    muon = torch.optim.Muon(matrices, lr=settings["lr"], weight_decay=0.0)
+    return Together(muon, torch.optim.Adam(rest, settings["lr"])) if rest else muon
 
 
-def _rates(*rates: float) -> list[Settings]:
-    return [{"lr": lr} for lr in rates]
-
-
-def _grid(rates: Sequence[float], dampings: Sequence[float]) -> list[Settings]:
-    """Every learning rate with every damping `eps`, of PRONG or of a whitened initialisation."""
-    return [{"lr": lr, "eps": eps} for lr in rates for eps in dampings]
-
-
-METHODS = (
-    Method(
-        name="PRONG",
-        make=make_prong,
-        settings={"lr": 5e-4, "eps": 3e-3},
-        trials=_grid((2.5e-4, 5e-4, 1e-3), (1e-3, 3e-3, 1e-2)),
-    ),
-    Method(
-        name="PRONG, balanced",
-        make=partial(make_prong, balance=True),
-        settings={"lr": 1e-3, "eps": 3e-2},
-        trials=_grid((5e-4, 1e-3, 2e-3), (3e-3, 1e-2, 3e-2)),
-    ),
-    Method(
-        name="Adam, whitened init",
-        make=whitened(make_adam),
-        settings={"lr": 1e-2, "eps": 3e-2},
-        trials=_grid((1e-3, 3e-3, 1e-2), (1e-2, 3e-2, 1e-1)),
-    ),
-    Method(
-        name="SGD, whitened init",
-        make=whitened(make_sgd),
-        settings={"lr": 3e-3, "eps": 3e-2},
-        trials=_grid((3e-4, 1e-3, 3e-3), (3e-3, 1e-2, 3e-2)),
-    ),
-    Method(
-        name="Adam",
-        make=make_adam,
-        settings={"lr": 3e-3},
-        trials=_rates(1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
-    ),
-    Method(
-        name="SGD",
-        make=make_sgd,
-        settings={"lr": 1.0},
-        trials=_rates(1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0),
-    ),
+DAMPED = ("lr", "eps")
+_ALL: Sequence[Method] = (
+    Method("PRONG", _prong, DAMPED),
+    Method("PRONG, balanced", partial(_prong, balance=True), DAMPED),
+    Method("PRONG, explicit", partial(_prong, form="explicit"), DAMPED),
+    Method("PRONG+", partial(_prong, plus=True), DAMPED),
+    Method("Adam, whitened coordinates", _whitened_adam, DAMPED),
+    Method("SGD", _sgd),
+    Method("batch norm", _sgd, batch_norm=True),
+    Method("Adam", _plain(torch.optim.Adam)),
+    Method("RMSprop", _plain(torch.optim.RMSprop)),
+    Method("Muon", _muon),
+    Method("SOAP", _plain(pytorch_optimizer.SOAP, weight_decay=0.0)),
+    Method("Shampoo", _plain(pytorch_optimizer.ScalableShampoo, preconditioning_compute_steps=10)),
+    Method("PSGD-Kron", _plain(pytorch_optimizer.Kron)),
 )
+METHODS: Mapping[str, Method] = {method.name: method for method in _ALL}
+OURS = tuple(name for name, method in METHODS.items() if "eps" in method.searched)
