@@ -303,7 +303,7 @@ def test_functional_transforms_leave_open_windows_usable(form):
     jvp(model, (h,), (h,))
     jacrev(model)(h)
     for _, site in prong.injection.whitened_sites(model).values():
-        assert "TrackingTensor" not in repr(site.inputs.mean), "a transform's wrapper outlived it"
+        assert "TrackingTensor" not in repr(site.inputs.moments.mean), "a transform's wrapper outlived it"
     curved(model(h)).backward()
     optimizer.step()
     assert all(site.whitening.is_finite() for _, site in prong.injection.whitened_sites(model).values())
@@ -447,11 +447,11 @@ def test_statistics_under_autocast_are_kept_in_float32(form, dtype):
     with torch.autocast("cpu", dtype):
         model(data)
         model(data)
-    moments = model[0].sites[0].inputs
+    moments = model[0].sites[0].inputs.moments
     assert moments.mean.dtype == moments.scatter.dtype == torch.float32
     assert_close(moments.mean[0], data.mean(0), rtol=1e-5)
     assert_close(moments.covariance()[0], torch.cov(data.T, correction=0), rtol=1e-3, atol=1e-3)
-    assert model[2].sites[0].inputs.mean.dtype == torch.float32
+    assert model[2].sites[0].inputs.moments.mean.dtype == torch.float32
 
 
 @forms
@@ -531,8 +531,8 @@ def test_activation_checkpointing_changes_neither_gradients_nor_statistics(form,
         h = MODELS["mlp"].sample(rows).requires_grad_()
         curved(checkpoint(model, h, use_reentrant=reentrant) if checkpointed else model(h)).backward()
         sites = prong.injection.whitened_sites(model).values()
-        assert all(site.inputs.count == rows for _, site in sites)
-        runs[checkpointed] = [accumulated(model), h.grad, [site.inputs.covariance() for _, site in sites]]
+        assert all(site.inputs.moments.count == rows for _, site in sites)
+        runs[checkpointed] = [accumulated(model), h.grad, [site.inputs.moments.covariance() for _, site in sites]]
     assert_close(runs[True], runs[False])
 
 

@@ -301,7 +301,7 @@ def test_statistics_keep_to_max_positions_per_example(form, spec, most):
     prong.Refresher(layer, optimizer, period=8)
     h = spec.sample(5)
     layer(h)
-    seen = layer.sites[0].inputs.count
+    seen = layer.sites[0].inputs.moments.count
     unpadded = h[0, 0].numel()
     full = len(samples_of(plain_copy(layer), h)[0])
     if most >= unpadded:
@@ -410,7 +410,7 @@ def test_copies_do_not_share_open_windows_or_the_optimizer(form):
         other(MODELS["mlp"].sample(4))
         prong.PRONG(other, lr=0.1)  # nobody owns the copy
         prong.fold_(other)
-    assert model[0].sites[0].inputs.count == 3
+    assert model[0].sites[0].inputs.moments.count == 3
     assert optimizer.refresher.sites["0"][0] is model[0]
 
 
@@ -448,10 +448,10 @@ def test_a_conversion_takes_open_windows_along(form):
     h = SPECS["linear"].sample(5)
     layer(h)
     layer.float()
-    assert layer.sites[0].inputs.mean.dtype == torch.float32
-    assert layer.sites[0].inputs.count == 5
+    assert layer.sites[0].inputs.moments.mean.dtype == torch.float32
+    assert layer.sites[0].inputs.moments.count == 5
     layer(h.float())
-    assert_close(layer.sites[0].inputs.mean[0].double(), h.mean(0), rtol=1e-5)
+    assert_close(layer.sites[0].inputs.moments.mean[0].double(), h.mean(0), rtol=1e-5)
 
 
 @forms

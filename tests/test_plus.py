@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.training import batches, canonical, convnet, mlp, run
 
 import prong
 from prong.plus import DECAY as PLUS_DECAY
 from prong.plus import rescale_
+from tests.training import batches, canonical, convnet, mlp, run
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 

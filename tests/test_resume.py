@@ -6,9 +6,9 @@ import io
 
 import pytest
 import torch
-from tests.training import batches, canonical, convnet, mlp, run, tensors
 
 import prong
+from tests.training import batches, canonical, convnet, mlp, run, tensors
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
 OPTIONS = {

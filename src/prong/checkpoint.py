@@ -14,7 +14,7 @@ from prong.whitening import Whitening
 def site_state(layer: WhitenedLayer, site: Site) -> dict[str, Any]:
     """Whitening, open window and, in the explicit form, V and d, which the model's own state has only folded."""
     weight, bias = layer.pair(site)
-    state: dict[str, Any] = {"form": layer.form, "shape": list(weight.shape), "examples": site.examples}
+    state: dict[str, Any] = {"form": layer.form, "shape": list(weight.shape)}
     if site.whitening is not None:
         state["whitening"] = {key: x.clone() if isinstance(x, Tensor) else x for key, x in site.whitening.items()}
     if site.inputs is not None:
@@ -54,8 +54,7 @@ def restore_site(layer: WhitenedLayer, site: Site, state: dict[str, Any]) -> Non
         if target is not None and key in state:
             target.copy_(state[key])
     if "window" in state:
-        site.inputs = site.new_moments(weight)
+        site.inputs = site.new_window(weight)
         site.inputs.load_state_dict(state["window"])
-    site.examples = float(state["examples"])
     if site.spread is not None:
         site.spread.take()  # of what came before the load

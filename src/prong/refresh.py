@@ -104,10 +104,14 @@ def rewhiten_(
     if not seen:
         raise ValueError("no whitened layer saw any input; did the model run on the batches?")
     new: dict[str, Whitening] = {}
+    known: dict[Any, Whitening] = {}  # sites that share their statistics share what comes of them
     for name, m in seen.items():
         layer, site = sites[name]
+        request = (id(m), eps, layer.basis if isinstance(layer, Explicit) else None, layer.centred(site))
         try:
-            new[name] = whiten(m, eps, layer.basis if isinstance(layer, Explicit) else None, layer.centred(site))
+            if request not in known:
+                known[request] = whiten(m, *request[1:])
+            new[name] = known[request]
         except WhiteningError as error:
             warnings.warn(f"layer {name!r} keeps its last whitening: {error}", stacklevel=3)
         except (ValueError, FloatingPointError) as error:
@@ -160,9 +164,13 @@ def assign_(
             updates += plan_gradients(layer, site, transition)
     for target, value in updates:
         target.copy_(value)
+    stored: dict[Any, Whitening] = {}
     for layer, site, new in whitenings.values():
-        weight, _ = layer.pair(site)
-        site.whitening = new.map(lambda x, dtype=weight.dtype: x.to(dtype))  # type: ignore[misc]
+        dtype = layer.pair(site)[0].dtype
+        key = (id(new), dtype)
+        if key not in stored:
+            stored[key] = new.map(lambda x: x.to(dtype))  # noqa: B023
+        site.whitening = stored[key]
     if optimizer is not None:
         for layer, site in resets:
             reset_state(optimizer, layer, site)

@@ -125,6 +125,14 @@ class Refresher:
             site.inputs = site.spread = site.outputs = None
             layer.owner = None
 
+    def undo(self) -> None:
+        """Take back what was gathered since the last update. Layers call it when a forward fails."""
+        for _, site in self.sites.values():
+            if site.inputs is not None:
+                site.inputs.undo()
+            if site.spread is not None:
+                site.spread.take()
+
     def release(self) -> None:
         """Detach, with the parameters and the optimizer's state back in canonical coordinates. `fold_` calls it."""
         whitened = {n: (layer, site) for n, (layer, site) in self.sites.items() if site.whitening is not None}
@@ -218,12 +226,15 @@ class Refresher:
         if plus and any(layer.basis != "pca" for layer in layers):
             raise ValueError('PRONG+ rescales principal directions and needs basis="pca"')
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, *unused: Any) -> None:
         if self.gradients is not None:
             self.gradients.restore()
         found_inf = getattr(self.optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf) > 0:  # a fused step that GradScaler skipped
             return
+        for _, site in self.sites.values():
+            if site.inputs is not None:
+                site.inputs.settle()
         due = self.next_refresh() == self.updates + 1
         self.updates += 1
         if due:
@@ -236,7 +247,7 @@ class Refresher:
 
     def _refresh_from_windows(self) -> None:
         """Refresh the sites that saw enough; the windows of the others stay open."""
-        windows = {name: site.inputs for name, (_, site) in self.sites.items() if site.inputs is not None}
+        windows = {name: site.inputs.moments for name, (_, site) in self.sites.items() if site.inputs is not None}
         ready = {name: moments for name, moments in windows.items() if moments.count >= 2}
         if not ready:
             warnings.warn(
@@ -246,23 +257,24 @@ class Refresher:
             )
             return
         rewhiten_(self.sites, ready, self.eps, self.optimizer, self.on_refresh)
-        for name in ready:
-            self._close_window(name)
+        self._close_windows(ready)
 
-    def _close_window(self, name: str) -> None:
-        """Begin the next window: empty, or with what is still recent where the next one overlaps this one."""
-        _, site = self.sites[name]
-        if self.gradients is not None:
-            self.gradients.close(name)
-        length = self.updates - self._window_start[name]
-        if length > 0 and site.examples > 0:
-            self._rates[name] = site.examples / length
-        if self.source == "window" and not self._window_is_due(name):
-            site.inputs = None
-        else:
-            self._forget(name)
-        site.examples = 0.0
-        self._window_start[name] = self.updates
+    def _close_windows(self, names: Iterable[str]) -> None:
+        """Begin the next windows: empty, or with what is still recent where the next one overlaps this one."""
+        for name in names:
+            _, site = self.sites[name]
+            if self.gradients is not None:
+                self.gradients.close(name)
+            length = self.updates - self._window_start[name]
+            if length > 0 and site.inputs is not None and site.inputs.examples > 0:
+                self._rates[name] = site.inputs.examples / length
+        for name in names:
+            _, site = self.sites[name]
+            if self.source == "window" and not self._window_is_due(name):
+                site.inputs = None
+            elif site.inputs is not None:
+                site.inputs.forget(self.samples)
+            self._window_start[name] = self.updates
 
     def _window_is_due(self, name: str) -> bool:
         """Whether a window of `samples` examples that ends at the next refresh has begun."""
@@ -274,19 +286,12 @@ class Refresher:
             if not layer.pair(site)[0].requires_grad:
                 continue  # nothing would use the whitening of a frozen layer
             if site.inputs is None and (self.source == "ema" or self._window_is_due(name)):
-                site.inputs = site.new_moments(layer.pair(site)[0])
+                site.inputs = site.new_window(layer.pair(site)[0])
                 self._window_start[name] = self.updates
             if site.inputs is not None and self.gradients is not None:
                 self.gradients.open(name)
-            if self.source == "ema" and site.examples > 0:
-                self._forget(name)
-                site.examples = 0.0
-
-    def _forget(self, name: str) -> None:
-        """Let older samples fade as new ones come, so that about `samples` of them count."""
-        _, site = self.sites[name]
-        if site.inputs is not None:
-            site.inputs.decay(max(0.0, 1 - site.examples / self.samples))
+            if site.inputs is not None and self.source == "ema":
+                site.inputs.forget(self.samples)
 
 
 def _identity(groups: int, features: int, like: Tensor) -> Whitening:

@@ -85,7 +85,7 @@ def test_evaluation_does_not_enter_the_statistics_of_prong() -> None:
     prong.PRONG(model, 1e-5)
     squared_error(model, DIGITS.test)
     assert model.training
-    assert all(site.inputs.count == 0 for layer in model[::2] for site in layer.sites)
+    assert all(site.inputs.moments.count == 0 for layer in model[::2] for site in layer.sites)
 
 
 def test_the_rate_warms_up_stays_and_decays() -> None:

@@ -16,7 +16,7 @@ from prong.layers.layout import Layout
 from prong.layers.natural import Switch, naturalize
 from prong.precision import full_precision
 from prong.projection import Pair, to_canonical, to_whitened
-from prong.statistics import MeanSquare, Moments
+from prong.statistics import MeanSquare, Moments, Window
 from prong.whitening import Basis, Whitening
 
 
@@ -39,6 +39,9 @@ class Owner(Protocol):
 
     def release(self) -> None:
         """Give the layer up, with parameters and optimizer state in canonical coordinates."""
+
+    def undo(self) -> None:
+        """Take back what layers have gathered since the last update: the forward under way has failed."""
 
 
 class Inputs(NamedTuple):
@@ -64,7 +67,6 @@ class Site:
         spread: where the mean square of the whitened inputs is gathered, for PRONG+.
         outputs: where gradients with respect to the outputs are gathered, for gradient whitening.
         label: the full name, for messages.
-        examples: how many examples the open window has seen.
         training_only: whether forwards in eval mode are left out of the statistics.
     """
 
@@ -74,16 +76,15 @@ class Site:
     rows: slice | None = None
     name: str = ""
     whitening: Whitening | None = None
-    inputs: Moments | None = None
+    inputs: Window | None = None
     spread: MeanSquare | None = None
     outputs: OutputGradients | None = None
     label: str = ""
-    examples: float = 0.0
     training_only: bool = True
 
-    def new_moments(self, like: Tensor) -> Moments:
+    def new_window(self, like: Tensor) -> Window:
         """Empty statistics of this site's inputs."""
-        return Moments(self.layout.groups, self.layout.features, like.dtype, like.device)
+        return Window(Moments(self.layout.groups, self.layout.features, like.dtype, like.device))
 
     def part(self, tensor: Tensor | None) -> Tensor | None:
         """This site's rows of a weight, a bias, or anything of their shape; all of what is its alone."""
@@ -173,35 +174,37 @@ class WhitenedLayer(nn.Module):
         rows = site.layout.rows(h, self.channels_at)
         return Inputs(rows, 0.0, rows.shape[1])
 
-    def observe(self, site: Site, h: Tensor) -> None:
-        """Add inputs to whatever statistics are being gathered."""
+    def observe(self, site: Site, h: Tensor, counted: bool = False) -> None:
+        """Add inputs to whatever statistics are being gathered; not to the window where they are `counted` already."""
         if site.inputs is not None or site.spread is not None:
-            self._record(site, h)
+            self._record(site, h, counted)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # statistics are Python objects
-    def _record(self, site: Site, h: Tensor) -> None:
+    def _record(self, site: Site, h: Tensor, counted: bool) -> None:
         if in_backward() or in_transform():  # checkpointing runs forwards again; under vmap there are no values
             return
         if site.training_only and not self.training:  # evaluation between updates
             return
         if h.dim() < -self.channels_at or h.shape[self.channels_at] != site.layout.groups * site.layout.features:
+            self._undo()
             return  # the layer itself is about to refuse this, in torch's words
         with torch.inference_mode(False), torch.no_grad():
-            self._add(site, *self.input_rows(site, h.detach()))
+            inputs = self.input_rows(site, h.detach())
+            if site.inputs is not None and not counted:
+                try:
+                    site.inputs.add(*inputs)
+                except FloatingPointError as error:
+                    self._undo()
+                    raise FloatingPointError(
+                        f"layer {site.label!r}, while its statistics were gathered: {error}. "
+                        "Statistics are as they were after the last update; look at the data and the learning rate."
+                    ) from None
+            if site.spread is not None and site.whitening is not None:
+                site.spread.add(*_whitened_squares(inputs.rows, inputs.zeros, site.whitening))
 
-    def _add(self, site: Site, rows: Tensor, zeros: float, examples: int) -> None:
-        if site.inputs is not None:
-            try:
-                site.inputs.add(rows)
-            except FloatingPointError as error:
-                raise FloatingPointError(
-                    f"layer {site.label!r}, while its statistics were gathered: {error}. "
-                    "This layer has counted nothing of this batch; look at the data and the learning rate."
-                ) from None
-            site.inputs.add_zeros(zeros)
-            site.examples += examples
-        if site.spread is not None and site.whitening is not None:
-            site.spread.add(*_whitened_squares(rows, zeros, site.whitening))
+    def _undo(self) -> None:
+        if self.owner is not None:
+            self.owner.undo()
 
     def watch(self, site: Site, z: Tensor, examples_at: int = 0) -> Tensor:
         """The output z; its gradient goes to `site.outputs` when somebody asked for it."""
@@ -217,19 +220,17 @@ class WhitenedLayer(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        moved: dict[int, Any] = {}  # what sites share, they go on sharing
         for site in self.sites:
             if site.whitening is not None:
-                site.whitening = site.whitening.map(fn)
+                site.whitening = moved.setdefault(id(site.whitening), site.whitening.map(fn))
             if site.inputs is not None:
-                weight, _ = self.pair(site)
-                moments = site.new_moments(weight)
-                moments.load_state_dict(site.inputs.state_dict())
-                site.inputs = moments
+                site.inputs = moved.setdefault(id(site.inputs), site.inputs.to(self.pair(site)[0]))
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy trains on its own: open windows and the optimizer stay with the original.
-        bare = {"inputs": None, "spread": None, "outputs": None, "examples": 0.0}
+        bare = {"inputs": None, "spread": None, "outputs": None}
         sites = tuple(Site(**{**vars(site), **bare}) for site in self.sites)
         return {**self.__dict__, "sites": sites, "switch": Switch(), "owner": None}
 
