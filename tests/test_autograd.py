@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -150,14 +151,18 @@ def test_gradcheck_and_gradgradcheck_pass_with_ordinary_gradients(spec, examples
 @spaces
 def test_gradcheck_passes_where_only_the_backward_is_ordinary(rows):
     """The Functions themselves, in both spaces: the forward must not have seen the switch."""
-    from prong.layers.natural import Switch, natural_linear
+    from prong.layers.natural import Linear, Switch, natural, naturalize
 
     layer = small()[0]
-    whitening, switch = layer.sites[0].whitening, Switch()
+    whitening, layout, switch = layer.sites[0].whitening, layer.sites[0].layout, Switch()
 
     def function(h, W, b):
         switch.ordinary = False
-        z = natural_linear(h, W, b, whitening.P, whitening.c, switch)
+        where = whitening.P, whitening.c
+        if rows < len(W):
+            z = natural(Linear(layout), h, W, b, *where, switch)
+        else:
+            z = F.linear(h, *naturalize(W, b, *where, layout, switch))
         switch.ordinary = True
         return z
 

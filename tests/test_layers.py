@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import prong
-from prong.layers.natural import Switch, natural_linear, naturalize
+from prong.layers.natural import Linear, Switch, natural, naturalize
 from tests.cases import (
     FORMS,
     MODELS,
@@ -136,7 +136,7 @@ def test_activation_space_and_gradient_space_agree(inputs, rows, bias, seed):
     h = spec.sample(rows).requires_grad_()
     W, b = layer.weight, layer.bias
     parameters = [h, W] if b is None else [h, W, b]
-    in_activation_space = natural_linear(h, W, b, site.whitening.P, site.whitening.c, Switch())
+    in_activation_space = natural(Linear(site.layout), h, W, b, site.whitening.P, site.whitening.c, Switch())
     in_gradient_space = F.linear(h, *naturalize(W, b, site.whitening.P, site.whitening.c, site.layout, Switch()))
     assert_close(in_activation_space, in_gradient_space)
     expected = torch.autograd.grad(curved(in_gradient_space), parameters)

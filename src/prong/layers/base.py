@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from prong.gradients import OutputGradients
 from prong.layers.layout import Layout
-from prong.layers.natural import Switch, naturalize
+from prong.layers.natural import Operation, Switch, natural, naturalize
 from prong.precision import full_precision
 from prong.projection import Pair, to_canonical, to_whitened
 from prong.statistics import MeanSquare, Moments, Window
@@ -244,10 +244,19 @@ class Implicit(WhitenedLayer):
         weight, bias = self.pair(site)
         W, b = site.part(weight), site.part(bias)
         assert W is not None
-        if site.whitening is None or self.switch.ordinary or not torch.is_grad_enabled():
+        if not self.naturally(site):
             return W, b
-        assert site.whitening.P is not None
+        assert site.whitening is not None and site.whitening.P is not None
         return naturalize(W, b, site.whitening.P, site.whitening.c, site.layout, self.switch)
+
+    def naturally(self, site: Site) -> bool:
+        """Whether gradients are asked for, and are to be natural."""
+        return site.whitening is not None and not self.switch.ordinary and torch.is_grad_enabled()
+
+    def natural(self, site: Site, operation: Operation, h: Tensor) -> Tensor:
+        """The operation with the site's whole weight and bias, and natural gradients by way of activation space."""
+        assert site.whitening is not None and site.whitening.P is not None
+        return natural(operation, h, *self.pair(site), site.whitening.P, site.whitening.c, self.switch)
 
 
 TRAINED_NAME = {"weight": "V", "bias": "d"}
