@@ -37,7 +37,7 @@ def check_site_state(name: str, layer: WhitenedLayer, site: Site, state: dict[st
         )
     groups, features = site.layout.groups, site.layout.features
     matrices = {key: x for key, x in state.get("whitening", {}).items() if isinstance(x, Tensor) and key != "c"}
-    if any(x.shape != (groups, features, features) for x in matrices.values()):
+    if any(x.shape[:2] != (groups, features) for x in matrices.values()):
         raise ValueError(f"this state is of another model: the whitening of layer {name!r} has another size")
     if "window" in state and state["window"]["mean"].shape != (groups, features):
         raise ValueError(f"this state is of another model: the statistics of layer {name!r} have another size")
@@ -49,7 +49,9 @@ def restore_site(layer: WhitenedLayer, site: Site, state: dict[str, Any]) -> Non
     weight, bias = layer.pair(site)
     site.whitening = site.inputs = None
     if "whitening" in state:
-        site.whitening = Whitening(**state["whitening"]).map(lambda x: x.to(weight, copy=True))
+        site.whitening = layer.stored(
+            site, Whitening(**state["whitening"]).map(lambda x: x.to(weight.device, copy=True))
+        )
     for target, key in ((weight, "V"), (bias, "d")):
         if target is not None and key in state:
             target.copy_(state[key])

@@ -40,6 +40,9 @@ class PRONG(torch.optim.SGD):
         period: updates between refreshes, the paper's T.
         samples: examples per refresh, the paper's N_s.
         form: "implicit" (default) or "explicit" (default with `plus`).
+        cutoff: treat directions with a variance below `cutoff * eps` as having none: cheaper updates, nearly the same;
+            0 is exact. See `whiten_`.
+        storage: the dtype of the matrices; see `whiten_`.
         source: where those examples come from: "window", "ema", or a loader; see `Refresher`.
         plus: PRONG+: rescale by the deviation of the whitened activations after every update.
         balance: divide each layer's step by the running mean square of its output gradients: one learning rate
@@ -64,6 +67,8 @@ class PRONG(torch.optim.SGD):
         period: int = 1000,  # T
         samples: int = 12_800,  # N_s
         form: Form | None = None,
+        cutoff: float = 0.0,
+        storage: torch.dtype | None = None,
         source: Source = "window",
         plus: bool = False,
         balance: bool = False,
@@ -79,7 +84,9 @@ class PRONG(torch.optim.SGD):
         self.model = model
         whitened = [layer for _, layer in whitened_layers(model)]
         if not whitened:
-            whiten_(model, form or ("explicit" if plus else "implicit"))
+            whiten_(model, form or ("explicit" if plus else "implicit"), cutoff=cutoff, storage=storage)
+        elif cutoff or storage is not None:
+            raise ValueError("the model is whitened already: give cutoff and storage to prong.whiten_")
         elif form is not None and any(layer.form != form for layer in whitened):
             raise ValueError(f"the model is whitened already, but not in the {form} form; prong.fold_(model) first")
         try:

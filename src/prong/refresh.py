@@ -107,7 +107,8 @@ def rewhiten_(
     known: dict[Any, Whitening] = {}  # sites that share their statistics share what comes of them
     for name, m in seen.items():
         layer, site = sites[name]
-        request = (id(m), eps, layer.basis if isinstance(layer, Explicit) else None, layer.centred(site))
+        basis = layer.basis if isinstance(layer, Explicit) else None
+        request = (id(m), eps, basis, layer.centred(site), layer.cutoff)
         try:
             if request not in known:
                 known[request] = whiten(m, *request[1:])
@@ -166,10 +167,9 @@ def assign_(
         target.copy_(value)
     stored: dict[Any, Whitening] = {}
     for layer, site, new in whitenings.values():
-        dtype = layer.pair(site)[0].dtype
-        key = (id(new), dtype)
+        key = (id(new), layer)
         if key not in stored:
-            stored[key] = new.map(lambda x: x.to(dtype))  # noqa: B023
+            stored[key] = layer.stored(site, new)
         site.whitening = stored[key]
     if optimizer is not None:
         for layer, site in resets:

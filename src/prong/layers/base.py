@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
@@ -136,6 +136,8 @@ class WhitenedLayer(nn.Module):
     sites: tuple[Site, ...]
     switch: Switch
     basis: Basis
+    cutoff: float
+    storage: torch.dtype | None
     max_positions: int | None
     owner: Owner | None
 
@@ -218,12 +220,18 @@ class WhitenedLayer(nn.Module):
             return  # under vmap there are no values, and labels were drawn in the first forward
         outputs.watch(z, *where)
 
+    def stored(self, site: Site, whitening: Whitening) -> Whitening:
+        """A whitening in the precisions in which the layer keeps it."""
+        weight, _ = self.pair(site)
+        kept = whitening.map(lambda x: x.to(weight.dtype))
+        return kept if self.storage is None or kept.P is None else replace(kept, P=kept.P.to(self.storage))
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         moved: dict[int, Any] = {}  # what sites share, they go on sharing
         for site in self.sites:
             if site.whitening is not None:
-                site.whitening = moved.setdefault(id(site.whitening), site.whitening.map(fn))
+                site.whitening = moved.setdefault(id(site.whitening), self.stored(site, site.whitening.map(fn)))
             if site.inputs is not None:
                 site.inputs = moved.setdefault(id(site.inputs), site.inputs.to(self.pair(site)[0]))
         return self
@@ -246,8 +254,9 @@ class Implicit(WhitenedLayer):
         assert W is not None
         if not self.naturally(site):
             return W, b
-        assert site.whitening is not None and site.whitening.P is not None
-        return naturalize(W, b, site.whitening.P, site.whitening.c, site.layout, self.switch)
+        w = site.whitening
+        assert w is not None and w.P is not None
+        return naturalize(W, b, w.P, w.c, w.tail, site.layout, self.switch)
 
     def naturally(self, site: Site) -> bool:
         """Whether gradients are asked for, and are to be natural."""
@@ -255,8 +264,9 @@ class Implicit(WhitenedLayer):
 
     def natural(self, site: Site, operation: Operation, h: Tensor) -> Tensor:
         """The operation with the site's whole weight and bias, and natural gradients by way of activation space."""
-        assert site.whitening is not None and site.whitening.P is not None
-        return natural(operation, h, *self.pair(site), site.whitening.P, site.whitening.c, self.switch)
+        w = site.whitening
+        assert w is not None and w.P is not None
+        return natural(operation, h, *self.pair(site), w.P, w.c, w.tail, self.switch)
 
 
 TRAINED_NAME = {"weight": "V", "bias": "d"}

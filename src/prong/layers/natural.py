@@ -17,7 +17,7 @@ from torch import Tensor
 
 from prong.layers.layout import Layout
 from prong.precision import full_precision
-from prong.projection import against, natural_gradient
+from prong.projection import against, natural_gradient, times_inverse
 
 
 @dataclass
@@ -37,8 +37,8 @@ class Operation(Protocol):
     def __call__(self, h: Tensor, W: Tensor, b: Tensor | None) -> Tensor:
         """The output."""
 
-    def whitened(self, h: Tensor, P: Tensor, c: Tensor | None) -> Tensor:
-        """(h - c) P, shaped as h."""
+    def whitened(self, h: Tensor, P: Tensor, c: Tensor | None, tail: float) -> Tensor:
+        """(h - c) P, as `weight_gradient` takes it; see `times_inverse` for P and tail."""
 
     def input_gradient(self, delta: Tensor, h: Tensor, W: Tensor) -> Tensor:
         """The gradient of h, from that of the output."""
@@ -48,6 +48,9 @@ class Operation(Protocol):
 
     def bias_gradient(self, delta: Tensor) -> Tensor:
         """The gradient of b, from that of the output."""
+
+    def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor) -> Tensor:
+        """The natural gradient of b, gb - nW c, for whitened inputs x."""
 
     def broadcast(self, b: Tensor) -> Tensor:
         """A bias, shaped so that it can be added to the output."""
@@ -62,8 +65,9 @@ class Linear:
     def __call__(self, h: Tensor, W: Tensor, b: Tensor | None) -> Tensor:  # noqa: D102
         return F.linear(h, W, b)
 
-    def whitened(self, h: Tensor, P: Tensor, c: Tensor | None) -> Tensor:  # noqa: D102
-        return (h if c is None else h - c[0]) @ P[0]
+    def whitened(self, h: Tensor, P: Tensor, c: Tensor | None, tail: float) -> Tensor:  # noqa: D102
+        rows = h.reshape(1, -1, h.shape[-1])
+        return times_inverse(rows if c is None else rows - c, P, tail)[0]
 
     def input_gradient(self, delta: Tensor, h: Tensor, W: Tensor) -> Tensor:  # noqa: D102
         return delta @ W
@@ -73,6 +77,9 @@ class Linear:
 
     def bias_gradient(self, delta: Tensor) -> Tensor:  # noqa: D102
         return delta.reshape(-1, delta.shape[-1]).sum(0)
+
+    def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor) -> Tensor:  # noqa: D102
+        return delta.reshape(-1, delta.shape[-1]).mT @ (1 - x @ c[0])  # reads activations, not the larger nW
 
     def broadcast(self, b: Tensor) -> Tensor:  # noqa: D102
         return b
@@ -102,13 +109,10 @@ class Convolution:
             z = convolve(h, W, b, self.stride, self.padding, self.dilation, groups)
         return z
 
-    def whitened(self, h: Tensor, P: Tensor, c: Tensor | None) -> Tensor:  # noqa: D102
-        ones = (1,) * len(self.stride)
-        if c is not None:
-            h = h - c.reshape(-1, *ones)
-        pointwise: Any = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
-        x: Tensor = pointwise(h, P.reshape(-1, P.shape[-1], *ones), groups=self.layout.groups)  # P is symmetric
-        return x
+    def whitened(self, h: Tensor, P: Tensor, c: Tensor | None, tail: float) -> Tensor:  # noqa: D102
+        rows = self.layout.rows(h, 1)
+        x = times_inverse(rows if c is None else rows - c.unsqueeze(1), P, tail)
+        return x.transpose(0, 1).reshape(h.shape[0], *h.shape[2:], h.shape[1]).movedim(-1, 1)
 
     def input_gradient(self, delta: Tensor, h: Tensor, W: Tensor) -> Tensor:  # noqa: D102
         return self._backward(delta, h, W, 0)
@@ -118,6 +122,9 @@ class Convolution:
 
     def bias_gradient(self, delta: Tensor) -> Tensor:  # noqa: D102
         return delta.transpose(0, 1).flatten(1).sum(1)
+
+    def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor) -> Tensor:  # noqa: D102
+        return self.bias_gradient(delta) - against(self.layout.pack(nW), c).reshape(-1)
 
     def broadcast(self, b: Tensor) -> Tensor:  # noqa: D102
         return b.reshape(-1, *(1,) * len(self.stride))
@@ -151,12 +158,14 @@ class _Naturalize(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(W: Tensor, b: Tensor | None, P: Tensor, c: Tensor | None, layout: Layout, switch: Switch) -> Any:
+    def forward(
+        W: Tensor, b: Tensor | None, P: Tensor, c: Tensor | None, tail: float, layout: Layout, switch: Switch
+    ) -> Any:
         return W.view_as(W) if b is None else (W.view_as(W), b.view_as(b))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        W, b, P, c, ctx.layout, ctx.switch = inputs
+        W, b, P, c, ctx.tail, ctx.layout, ctx.switch = inputs
         ctx.outputs = None if b is None else b.shape[0]
         ctx.save_for_backward(P, c)
         ctx.save_for_forward(W, b)
@@ -172,10 +181,10 @@ class _Naturalize(torch.autograd.Function):
             gb = gW.new_zeros(ctx.outputs)
         if gW is None or not ctx.needs_input_grad[0] or ctx.switch.ordinary:
             # With W frozen, only d moves, and its gradient is b's.
-            return gW, gb, None, None, None, None
+            return gW, gb, None, None, None, None, None
         bias = layout.pack_bias(gb) if gb is not None and ctx.needs_input_grad[1] else None
-        nW, nb = natural_gradient(layout.pack(gW), bias, P, c)
-        return layout.unpack(nW), None if nb is None else nb.reshape(-1), None, None, None, None
+        nW, nb = natural_gradient(layout.pack(gW), bias, P, c, ctx.tail)
+        return layout.unpack(nW), None if nb is None else nb.reshape(-1), None, None, None, None, None
 
 
 class _NaturalizeForwardMode(_Naturalize):
@@ -193,13 +202,13 @@ class _NaturalizeForwardMode(_Naturalize):
 
 
 def naturalize(
-    W: Tensor, b: Tensor | None, P: Tensor, c: Tensor | None, layout: Layout, switch: Switch
+    W: Tensor, b: Tensor | None, P: Tensor, c: Tensor | None, tail: float, layout: Layout, switch: Switch
 ) -> tuple[Tensor, Tensor | None]:
     """(W, b) unchanged, with gradients that become natural on their way back."""
     function = _Naturalize if torch.compiler.is_compiling() else _NaturalizeForwardMode
     if b is None:
-        return function.apply(W, None, P, None, layout, switch), None  # type: ignore[no-untyped-call]
-    return function.apply(W, b, P, c, layout, switch)  # type: ignore[no-untyped-call, no-any-return]
+        return function.apply(W, None, P, None, tail, layout, switch), None  # type: ignore[no-untyped-call]
+    return function.apply(W, b, P, c, tail, layout, switch)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Natural(torch.autograd.Function):
@@ -215,9 +224,9 @@ class _Natural(torch.autograd.Function):
         h: Tensor,
         W: Tensor,
         b: Tensor | None,
-        again: Tensor,
         P: Tensor,
         c: Tensor | None,
+        tail: float,
         operation: Operation,
         switch: Switch,
     ) -> Tensor:
@@ -225,28 +234,30 @@ class _Natural(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        h, W, _, again, P, c, ctx.operation, ctx.switch = inputs
-        ctx.save_for_backward(h, again, P, c)
+        h, W, b, P, c, ctx.tail, ctx.operation, ctx.switch = inputs
+        ctx.save_for_backward(h, W, b, P, c)
         ctx.save_for_forward(h, W)
 
     @staticmethod
     def backward(ctx: Any, delta: Tensor) -> Any:
-        h, W, P, c = ctx.saved_tensors
+        h, W, b, P, c = ctx.saved_tensors
         operation: Operation = ctx.operation
         need_h, need_W, need_b = ctx.needs_input_grad[:3]
         gh = nW = nb = None
+        if torch.is_grad_enabled():  # differentiated twice, W receives gradients from here, which must be natural too
+            W, _ = naturalize(W, b, P, c, ctx.tail, operation.layout, ctx.switch)
         if need_h:
             gh = operation.input_gradient(delta, h.to(delta.dtype), W.to(delta.dtype)).to(h.dtype)
         with full_precision(W):
             delta, h = delta.to(W.dtype), h.to(W.dtype)
-            nb = operation.bias_gradient(delta) if need_b else None
-            if need_W and ctx.switch.ordinary:
-                nW = operation.weight_gradient(delta, h, W)
-            elif need_W:
-                c = c if need_b else None
-                nW = operation.weight_gradient(delta, operation.whitened(h, P, c), W)
-                if c is not None and nb is not None:
-                    nb = nb - against(operation.layout.pack(nW), c).reshape(-1)
+            if not need_W or ctx.switch.ordinary:
+                nW = operation.weight_gradient(delta, h, W) if need_W else None
+                nb = operation.bias_gradient(delta) if need_b else None
+            else:
+                x = operation.whitened(h, P, c if need_b else None, ctx.tail)
+                nW = operation.weight_gradient(delta, x, W)
+                if need_b:
+                    nb = operation.bias_gradient(delta) if c is None else operation.natural_bias(delta, x, nW, c)
         return gh, nW, nb, None, None, None, None, None
 
 
@@ -271,10 +282,15 @@ def activation_space_is_cheaper(layout: Layout, positions: int) -> bool:
 
 
 def natural(
-    operation: Operation, h: Tensor, W: Tensor, b: Tensor | None, P: Tensor, c: Tensor | None, switch: Switch
+    operation: Operation,
+    h: Tensor,
+    W: Tensor,
+    b: Tensor | None,
+    P: Tensor,
+    c: Tensor | None,
+    tail: float,
+    switch: Switch,
 ) -> Tensor:
     """`operation(h, W, b)` with natural gradients, computed in activation space."""
-    # Differentiated twice, W receives gradients through the backward too; `again` makes those natural.
-    again = naturalize(W, b, P, c, operation.layout, switch)[0]
     function = _Natural if torch.compiler.is_compiling() else _NaturalForwardMode
-    return function.apply(h, W, b, again, P, c, operation, switch)  # type: ignore[no-untyped-call, no-any-return]
+    return function.apply(h, W, b, P, c, tail, operation, switch)  # type: ignore[no-untyped-call, no-any-return]
