@@ -78,10 +78,10 @@ def gathering(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[
     """Fresh statistics of the (named) sites, there when the context is left; open windows are put aside meanwhile."""
     sites = whitened_sites(model)
     chosen = {name: sites[name] for name in (sites if names is None else names)}
-    kept = ("inputs", "spread", "outputs", "training_only")
+    kept = ("inputs", "spread", "outputs", "drift", "training_only")
     before = [(site, {key: getattr(site, key) for key in kept}) for _, site in sites.values()]
     for _, site in sites.values():
-        site.inputs = site.spread = site.outputs = None
+        site.inputs = site.spread = site.outputs = site.drift = None
         site.training_only = False
     for layer, site in chosen.values():
         site.inputs = site.new_window(layer.pair(site)[0])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from prong.drift import Drift, whitened_rows
 from prong.gradients import OutputGradients
 from prong.layers.layout import Layout
 from prong.layers.natural import Operation, Switch, natural, naturalize
@@ -66,6 +67,7 @@ class Site:
         inputs: where inputs are gathered while a window is open.
         spread: where the mean square of the whitened inputs is gathered, for PRONG+.
         outputs: where gradients with respect to the outputs are gathered, for gradient whitening.
+        drift: where changes of the inputs since the last refresh are watched, with an automatic period.
         label: the full name, for messages.
         training_only: whether forwards in eval mode are left out of the statistics.
     """
@@ -79,6 +81,7 @@ class Site:
     inputs: Window | None = None
     spread: MeanSquare | None = None
     outputs: OutputGradients | None = None
+    drift: Drift | None = None
     label: str = ""
     training_only: bool = True
 
@@ -113,10 +116,8 @@ def _whitened_squares(rows: Tensor, zeros: float, whitening: Whitening) -> tuple
     """Sums of squares of U (h - c) over rows and padded zeros, (groups, in), and how many rows there were."""
     assert whitening.U is not None
     U, c = whitening.U, whitening.c
-    rows = rows.to(U.dtype)
     with full_precision(rows):
-        x = (rows if c is None else rows - c.unsqueeze(1)) @ U.mT
-        squares = x.square().sum(1)
+        squares = whitened_rows(rows, whitening).square().sum(1)
         if zeros and c is not None:
             squares = squares + zeros * (U @ c.unsqueeze(-1)).squeeze(-1).square()
     return squares, rows.shape[1] + zeros
@@ -178,7 +179,7 @@ class WhitenedLayer(nn.Module):
 
     def observe(self, site: Site, h: Tensor, counted: bool = False) -> None:
         """Add inputs to whatever statistics are being gathered; not to the window where they are `counted` already."""
-        if site.inputs is not None or site.spread is not None:
+        if site.inputs is not None or site.spread is not None or (site.drift is not None and site.drift.listening):
             self._record(site, h, counted)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # statistics are Python objects
@@ -203,6 +204,8 @@ class WhitenedLayer(nn.Module):
                     ) from None
             if site.spread is not None and site.whitening is not None:
                 site.spread.add(*_whitened_squares(inputs.rows, inputs.zeros, site.whitening))
+            if site.drift is not None and site.drift.listening and site.whitening is not None:
+                site.drift.add(inputs.rows, site.whitening)
 
     def _undo(self) -> None:
         if self.owner is not None:
@@ -238,7 +241,7 @@ class WhitenedLayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy trains on its own: open windows and the optimizer stay with the original.
-        bare = {"inputs": None, "spread": None, "outputs": None}
+        bare = {"inputs": None, "spread": None, "outputs": None, "drift": None}
         sites = tuple(Site(**{**vars(site), **bare}) for site in self.sites)
         return {**self.__dict__, "sites": sites, "switch": Switch(), "owner": None}
 
