@@ -7,12 +7,15 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import prong
+
+PACKAGES = ("optuna", "pytorch_optimizer")  # on which searches and peers depend
 
 
 def provenance() -> dict[str, Any]:
@@ -25,10 +28,18 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **{name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # of the lab, which is an extra
+        return None
 
 
 def commit(folder: Path) -> str | None:
