@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from prong.background import Background
 from prong.checkpoint import check_site_state, restore_site, site_state
-from prong.drift import EVERY, TOLERANCE, Drift, expected_squares
+from prong.drift import EVERY, TOLERANCE, Drift
 from prong.estimation import as_batches, estimate
 from prong.gradient_whitening import GradientWhitening
 from prong.injection import check_model
@@ -29,7 +29,6 @@ from prong.whitening import Whitening, check_eps
 
 Source = Literal["window", "ema"] | Iterable[Any]
 Period = int | Literal["auto"]
-Refreshed = dict[str, tuple[Whitening, Tensor | None]]  # new whitenings, and the mean squares to watch under them
 SETTINGS = ("eps", "period", "samples", "lag")
 
 
@@ -97,7 +96,7 @@ class Refresher:
         self._window_start = dict.fromkeys(self.sites, 0)
         self._rates: dict[str, float] = {}  # examples per update, learnt from the last window
         self._drifted: set[str] = set()
-        self._pending: Background[Refreshed] = Background()
+        self._pending: Background[dict[str, Whitening]] = Background()
         if transports_of(optimizer) is None and on_refresh == "transport":
             warn_unknown(optimizer)
         if not isinstance(source, str):
@@ -120,7 +119,7 @@ class Refresher:
             self._refresh_from_windows(list(self.sites), lag=0)
             self._open_windows()
         else:
-            self._change(self._whitenings(estimate(self.model, source, self.samples)))
+            self._change(whitenings_of(self.sites, estimate(self.model, source, self.samples), self.eps))
 
     def next_refresh(self) -> int | None:
         """The update after which the next refresh comes; None if that depends on drift."""
@@ -192,10 +191,12 @@ class Refresher:
         self._drifted = set(state["drifted"])
         for name, (layer, site) in self.sites.items():
             drift, device = state["drift"].get(name), layer.pair(site)[0].device
-            site.drift = None if drift is None else Drift.from_state_dict(drift, device)
+            site.drift = None if drift is None else Drift()
+            if site.drift is not None:
+                site.drift.load_state_dict(drift, device)
         self._pending.drop()
         if state["pending"] is not None:
-            held = {name: (Whitening(**w), x) for name, (w, x) in state["pending"]["whitenings"].items()}
+            held = {name: Whitening(**w) for name, w in state["pending"]["whitenings"].items()}
             self._pending.put(held, int(state["pending"]["due"]))
         if self.gradients is not None:
             self.gradients.load_state_dict(state["gradients"])
@@ -204,7 +205,7 @@ class Refresher:
         held = self._pending.peek()
         if held is None:
             return None
-        return {"due": self._pending.due, "whitenings": {name: (dict(w.items()), x) for name, (w, x) in held.items()}}
+        return {"due": self._pending.due, "whitenings": {name: dict(w.items()) for name, w in held.items()}}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Refuse a state that is not of this model and kind of training, or a model that was folded since."""
@@ -340,23 +341,18 @@ class Refresher:
         self._close_windows(ready)
 
     def _whiten(self, moments: dict[str, Moments], lag: int) -> None:
+        compute = partial(whitenings_of, self.sites, moments, self.eps)
         if lag == 0:
-            self._change(self._whitenings(moments))
+            self._change(compute())
         else:
-            self._pending.start(partial(self._whitenings, moments), self.updates + lag)
+            self._pending.start(compute, self.updates + lag)
 
-    def _whitenings(self, moments: dict[str, Moments]) -> Refreshed:
-        """Nothing is changed yet."""
-        new = whitenings_of(self.sites, moments, self.eps)
-        watched = self.period == "auto"
-        return {name: (w, expected_squares(w, moments[name]) if watched else None) for name, w in new.items()}
-
-    def _change(self, new: Refreshed) -> None:
+    def _change(self, new: dict[str, Whitening]) -> None:
         """Go over to new coordinates."""
-        whitenings = {name: (*self.sites[name], whitening) for name, (whitening, _) in new.items()}
+        whitenings = {name: (*self.sites[name], whitening) for name, whitening in new.items()}
         assign_(whitenings, self.optimizer, self.on_refresh)
-        for name, (_, expected) in new.items():
-            self.sites[name][1].drift = None if expected is None else Drift(expected)
+        for name in new:
+            self.sites[name][1].drift = Drift() if self.period == "auto" else None
             self._drifted.discard(name)
         for _, site in self.sites.values():
             if site.spread is not None:

@@ -247,8 +247,27 @@ class MeanSquare:
         self.total = squares if self.total is None else self.total + squares
         self.count += count
 
+    def mean(self) -> Tensor | None:
+        """The mean square, or None if there was nothing."""
+        return None if self.total is None or self.count == 0 else self.total / self.count
+
     def take(self) -> Tensor | None:
         """The mean square since the last call, or None if there was nothing."""
-        mean = None if self.total is None or self.count == 0 else self.total / self.count
+        mean = self.mean()
         self.total, self.count = None, 0.0
         return mean
+
+    def decay(self, weight: float) -> None:
+        """Let everything seen so far count `weight` times as much."""
+        if self.total is not None:
+            self.total = self.total * weight
+        self.count *= weight
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as a tensor and a number."""
+        return {"total": self.total, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Continue from what `state_dict` gave."""
+        self.total = None if state["total"] is None else state["total"].to(device)
+        self.count = float(state["count"])
