@@ -115,7 +115,8 @@ def _muon(model: nn.Module, settings: Settings, schedule: Schedule) -> Trains:
 DAMPED = ("lr", "eps")
 _ALL: Sequence[Method] = (
     Method("PRONG", _prong, DAMPED),
-    Method("PRONG, balanced", partial(_prong, balance=True), DAMPED),
+    Method("PRONG, cutoff", partial(_prong, cutoff=1.0), DAMPED),
+    Method("PRONG, balanced", partial(_prong, balance=True, cutoff=1.0), DAMPED),
     Method("PRONG, explicit", partial(_prong, form="explicit"), DAMPED),
     Method("PRONG+", partial(_prong, plus=True), DAMPED),
     Method("Adam, whitened coordinates", _whitened_adam, DAMPED),
