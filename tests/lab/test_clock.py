@@ -11,7 +11,7 @@ from prong.lab import clock
 from prong.lab.clock import BLOCK, Pace, paces
 from prong.lab.contestants import Problem
 from prong.lab.methods import Schedule
-from prong.refresh import rewhiten_
+from prong.refresh import whitenings_of
 from tests.lab.tiny import tiny_autoencoder
 
 
@@ -47,10 +47,10 @@ def test_methods_take_turns_and_a_counted_block_holds_one_refresh(
     blocks: list[tuple[str, int]] = []
     refreshes = 0
 
-    def count_refresh(*arguments: object) -> None:
+    def count_refresh(*arguments: object) -> object:
         nonlocal refreshes
         refreshes += 1
-        rewhiten_(*arguments)
+        return whitenings_of(*arguments)
 
     def watched(train: Callable[[clock._Lap], None]) -> Callable[[clock._Lap], None]:
         def block(lap: clock._Lap) -> None:
@@ -61,7 +61,7 @@ def test_methods_take_turns_and_a_counted_block_holds_one_refresh(
 
         return block
 
-    monkeypatch.setattr("prong.schedule.rewhiten_", count_refresh)
+    monkeypatch.setattr("prong.schedule.whitenings_of", count_refresh)
     monkeypatch.setattr(clock._Lap, "train", watched(clock._Lap.train))
     paces(["PRONG", "SGD"], problem, batch=16, repetitions=2)
     first, *counted = blocks[::2]
