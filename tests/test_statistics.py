@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from prong import statistics
 from prong.statistics import MeanSquare, Moments, accumulation_dtype
 from tests import reference
 from tests.closeness import assert_close
@@ -28,7 +29,8 @@ def moments_of(*batches: Tensor, dense: bool = False) -> Moments:
     """The moments of these batches; `dense` skips the thin state."""
     moments = Moments(batches[0].shape[0], batches[0].shape[2], batches[0].dtype)
     if dense:
-        moments._dense = moments.mean.new_zeros(*moments.mean.shape, moments.mean.shape[1])
+        nothing = moments.mean.new_zeros(*moments.mean.shape, moments.mean.shape[1])
+        moments.load_state_dict({"count": 0.0, "mean": moments.mean, "scatter": nothing})
     for batch in batches:
         moments.add(batch)
     return moments
@@ -435,3 +437,23 @@ def test_the_mean_square_of_all_batches_is_taken_once(sizes, seed):
         squares.add(part.square().sum(1), part.shape[1])
     assert_close(squares.take(), rows.square().mean(1) if sum(sizes) else None)
     assert squares.take() is None
+
+
+def test_the_scatter_of_many_inputs_is_held_as_a_triangle_and_is_whole_when_read(monkeypatch):
+    monkeypatch.setattr(statistics._Triangle, "BLOCK", 3)
+    batches = [randn(2, 9, 8) + 1, randn(2, 5, 8), randn(2, 20, 8) * 3]
+    moments = moments_of(*batches)
+    rows = torch.cat(batches, dim=1)
+    centred = rows - rows.mean(1, keepdim=True)
+    assert_close(moments.scatter, centred.mT @ centred)
+    held = sum(x.numel() for x in moments.tensors()) - moments.mean.numel()
+    assert held == 2 * (3 * 3 + 3 * 6 + 2 * 8) < 2 * 8 * 8
+    other = [randn(2, 30, 8)]
+    moments.merge(moments_of(*other))
+    copy = Moments(2, 8, torch.float64)
+    copy.load_state_dict(moments.state_dict())
+    monkeypatch.undo()  # one block holds all of it
+    for found in (moments, copy):
+        assert_close(found.scatter, moments_of(*batches, *other).scatter)
+    copy.decay(0.5)
+    assert_close(copy.scatter, moments.scatter / 2)

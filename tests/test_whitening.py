@@ -32,8 +32,7 @@ def moments_of(rows: Tensor) -> Moments:
 def with_covariance(Sigma: Tensor, count: float = 10.0) -> Moments:
     """Moments that claim this covariance, possible or not, and a mean of zero."""
     moments = Moments(Sigma.shape[0], Sigma.shape[1], Sigma.dtype)
-    moments.count = count
-    moments._dense = count * Sigma
+    moments.load_state_dict({"count": count, "mean": moments.mean, "scatter": count * Sigma})
     return moments
 
 

@@ -23,7 +23,7 @@ class Moments:
     Batches are merged by the exact update of Chan, Golub and LeVeque (1979): any split and order of the
     rows gives the moments of one pass, up to rounding. While there are fewer rows than inputs, the scatter
     is held as a thin `factor` with `scatter = factor^T factor`, which is smaller and which lets the
-    whitening be computed through a small Gram matrix.
+    whitening be computed through a small Gram matrix. After that it is held as its lower triangle, in blocks of rows.
 
     Shapes: mean (groups, in), scatter (groups, in, in), factor (groups, rows, in).
     """
@@ -37,7 +37,7 @@ class Moments:
     ) -> None:
         self.count = 0.0
         self.mean = torch.zeros(groups, features, dtype=accumulation_dtype(dtype), device=device)
-        self._dense: Tensor | None = None
+        self._dense: _Triangle | None = None
         self._factors: list[Tensor] = []
 
     @torch.no_grad()
@@ -80,15 +80,15 @@ class Moments:
         if other.count > 0:
             with full_precision(self.mean):
                 like = self.mean
-                factor, scatter = (None if x is None else x.to(like) for x in (other.factor, other._dense))
-                self._merge(other.count, other.mean.to(like), factor, scatter)
+                factor = None if other.factor is None else other.factor.to(like)
+                self._merge(other.count, other.mean.to(like), factor, other._dense)
 
     @torch.no_grad()
     def decay(self, weight: float) -> None:
         """Let everything seen so far count `weight` times as much (0 <= weight <= 1)."""
         self.count *= weight
         if self._dense is not None:
-            self._dense.mul_(weight)
+            self._dense.scale(weight)
         self._factors = [factor * math.sqrt(weight) for factor in self._factors]
 
     def empty(self) -> Moments:
@@ -115,7 +115,7 @@ class Moments:
     def scatter(self) -> Tensor:
         """The sum of outer products of the centred rows."""
         if self._dense is not None:
-            return self._dense
+            return self._dense.full()
         factor = self.factor
         assert factor is not None
         with full_precision(factor):
@@ -123,7 +123,7 @@ class Moments:
 
     def tensors(self) -> list[Tensor]:
         """The tensors held."""
-        return [self.mean, *self._factors, *([] if self._dense is None else [self._dense])]
+        return [self.mean, *self._factors, *([] if self._dense is None else self._dense.blocks)]
 
     def covariance(self, centred: bool = True) -> Tensor:
         """Sigma = E[(h-c)(h-c)^T] with c the mean, or E[h h^T] (c = 0) when not centred."""
@@ -134,9 +134,12 @@ class Moments:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as tensors and numbers."""
-        kind, value = ("scatter", self._dense) if self._dense is not None else ("factor", self.factor)
-        assert value is not None
-        return {"count": self.count, "mean": self.mean.clone(), kind: value.clone()}
+        state: dict[str, Any] = {"count": self.count, "mean": self.mean.clone()}
+        if self._dense is not None:
+            return {**state, "scatter": self._dense.full()}
+        factor = self.factor
+        assert factor is not None
+        return {**state, "factor": factor.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` gave."""
@@ -146,10 +149,15 @@ class Moments:
             )
         self.count = float(state["count"])
         self.mean = state["mean"].to(self.mean, copy=True)
-        self._dense = state["scatter"].to(self.mean, copy=True) if "scatter" in state else None
+        self._dense = None
+        if "scatter" in state:
+            self._dense = _Triangle(self.mean)
+            self._dense.add_full(state["scatter"].to(self.mean))
         self._factors = [state["factor"].to(self.mean, copy=True)] if "factor" in state else []
 
-    def _merge(self, count: float, mean: Tensor, factor: Tensor | None = None, scatter: Tensor | None = None) -> None:
+    def _merge(
+        self, count: float, mean: Tensor, factor: Tensor | None = None, scatter: _Triangle | None = None
+    ) -> None:
         """Merge a part whose scatter is `scatter` or `factor^T factor` (neither: zero)."""
         total = self.count + count
         delta = mean - self.mean
@@ -164,14 +172,60 @@ class Moments:
             # how a saved state had joined its parts.
             parts = [torch.cat([*self._factors, *parts], dim=1)] if self._factors or parts else []
             if self._dense is None:
-                self._dense = self.mean.new_zeros(*self.mean.shape, self.mean.shape[1])
+                self._dense = _Triangle(self.mean)
                 self._factors = []
             for part in parts:
-                self._dense.baddbmm_(part.mT, part)
+                self._dense.add_product(part)
             if scatter is not None:
-                self._dense.add_(scatter)
+                self._dense.add(scatter)
         self.mean = self.mean + delta * (count / total)
         self.count = total
+
+
+class _Triangle:
+    """Symmetric matrices (groups, in, in), held and added to as their lower triangle in blocks of rows.
+
+    Block i has the rows from i BLOCK on, and the columns up to its last row.
+    """
+
+    BLOCK = 256  # smaller blocks waste less of what lies above the diagonal, and make slower products
+
+    def __init__(self, like: Tensor) -> None:
+        groups, size = like.shape
+        self._starts = list(range(0, size, self.BLOCK))
+        ends = [min(size, start + self.BLOCK) for start in self._starts]
+        self.blocks = [like.new_zeros(groups, end - start, end) for start, end in zip(self._starts, ends, strict=True)]
+
+    def add_product(self, part: Tensor) -> None:
+        """Add part^T part, for part (groups, rows, in)."""
+        for start, block in zip(self._starts, self.blocks, strict=True):
+            end = start + block.shape[1]
+            block.baddbmm_(part[..., start:end].mT, part[..., :end])
+
+    def add_full(self, matrix: Tensor) -> None:
+        """Add a symmetric matrix (groups, in, in)."""
+        for start, block in zip(self._starts, self.blocks, strict=True):
+            block.add_(matrix[:, start : start + block.shape[1], : start + block.shape[1]])
+
+    def add(self, other: _Triangle) -> None:
+        """Add another of the same size."""
+        for mine, theirs in zip(self.blocks, other.blocks, strict=True):
+            mine.add_(theirs.to(mine))
+
+    def scale(self, weight: float) -> None:
+        """Multiply by a number."""
+        for block in self.blocks:
+            block.mul_(weight)
+
+    def full(self) -> Tensor:
+        """The matrices (groups, in, in)."""
+        groups, _, size = self.blocks[-1].shape
+        matrix = self.blocks[-1].new_empty(groups, size, size)
+        for start, block in zip(self._starts, self.blocks, strict=True):
+            end = start + block.shape[1]
+            matrix[:, start:end, :end] = block
+            matrix[:, :start, start:end] = block[:, :, :start].mT
+        return matrix
 
 
 class Window:
