@@ -182,10 +182,13 @@ class GradientWhitening:
             for parameter, pack, unpack in _packings(layer, site):
                 if parameter.grad is not None:
                     self._ordinary.append((parameter, parameter.grad))
-                    changed = parameter.grad.clone()
-                    part = site.part(changed)
+                    part = site.part(parameter.grad)
                     assert part is not None
-                    part.copy_(unpack(precondition(pack(part), self.Q[name])))
+                    changed = unpack(precondition(pack(part), self.Q[name]))
+                    if site.rows is not None and part is not parameter.grad:
+                        whole = parameter.grad.clone()
+                        site.write(whole, changed)
+                        changed = whole
                     parameter.grad = changed
 
     def restore(self) -> None:

@@ -59,9 +59,12 @@ class OutputGradients:
             rows = torch.movedim(delta.detach(), channels_at, -1)
             rows = rows.reshape(-1, groups, rows.shape[-1] // groups).transpose(0, 1)
             rows = rows.to(accumulation_dtype(delta.dtype))
+            if self.scalar:  # one pass, no temporary
+                second = torch.linalg.vector_norm(rows, dim=(1, 2), keepdim=True).square() / rows.shape[2]
+            else:
+                second = rows.mT @ rows
             if self.scale is not None:
-                rows = rows * self.scale(examples)
-            second = rows.square().mean(2).sum(1)[:, None, None] if self.scalar else rows.mT @ rows
+                second = second * self.scale(examples) ** 2
         if not torch.isfinite(second).all():  # an overflow that a GradScaler is about to skip
             return
         self.total = second if self.total is None else self.total + second
