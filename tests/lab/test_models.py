@@ -33,3 +33,10 @@ def test_weights_have_variance_one_over_fan_in_and_biases_are_zero() -> None:
     for layer, (inputs, _) in zip(linear, pairwise(WIDTHS), strict=True):
         assert layer.weight.std().item() * inputs**0.5 == pytest.approx(1, abs=0.03)
         assert not layer.bias.any()
+
+
+def test_batch_norm_comes_between_hidden_layers_and_their_sigmoids_only() -> None:
+    layers = list(autoencoder(batch_norm=True))
+    normalised = [n for n, layer in enumerate(layers) if isinstance(layer, nn.BatchNorm1d)]
+    assert [layers[n].num_features for n in normalised] == [1000, 500, 250, 250, 500, 1000]
+    assert all(isinstance(layers[n - 1], nn.Linear) and isinstance(layers[n + 1], nn.Sigmoid) for n in normalised)
