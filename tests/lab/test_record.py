@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import prong
-from prong.lab.record import commit, environment, provenance, write_json
+from prong.lab.record import commit, environment, provenance, resume, write_json
 
 
 def repository(folder: Path) -> None:
@@ -56,3 +56,37 @@ def test_numbers_that_json_does_not_have_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         write_json(tmp_path / "record.json", {"error": float("nan")})
     assert not (tmp_path / "record.json").exists()
+
+
+def test_a_record_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    write_json(file, {"error": 1.0})
+    with pytest.raises(ValueError):
+        write_json(file, {"error": float("inf")})
+    assert json.loads(file.read_text()) == {"error": 1.0}
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_record_is_continued_with_the_same_configuration_and_knows_its_sessions(tmp_path: Path) -> None:
+    file, config = tmp_path / "record.json", {"trials": 3, "seeds": (1, 2)}
+    record = resume(file, config) | {"trials": [0.1 + 0.2]}
+    write_json(file, record)
+    again = resume(file, config)
+    assert again["trials"] == [0.1 + 0.2] and again["config"] == {"trials": 3, "seeds": [1, 2]}
+    assert again["sessions"] == [provenance(), provenance()]
+
+
+def test_a_record_of_another_configuration_is_refused_with_the_difference(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    write_json(file, resume(file, {"trials": 3, "cap": 60}))
+    with pytest.raises(ValueError, match=r"record\.json is of another configuration \(trials\)\. Move it away"):
+        resume(file, {"trials": 4, "cap": 60})
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"config": {"trials": 3}}', '{"config": 7, "sessions": []}'])
+def test_a_file_that_is_no_such_record_is_refused_and_kept(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "record.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match="Move it away"):
+        resume(file, {"trials": 3})
+    assert file.read_text() == content

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,40 @@ def commit(folder: Path) -> str | None:
         return None
 
 
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Write a record, making its folder; NaN and infinity, which JSON does not have, are an error."""
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record, making its folder: all of it or nothing, so that who is killed leaves the one before.
+
+    NaN and infinity, which JSON does not have, are an error.
+    """
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+    unfinished = path.with_name(path.name + ".part")  # beside it: a rename within a file system is atomic
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+def resume(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The record to go on with: the one at `path`, or a new one. Its `sessions` tell who worked on it, this one last.
+
+    Raises:
+        ValueError: the file is of another configuration, or no record at all.
+    """
+    wanted = json.loads(json.dumps(config))  # as it will be read back: tuples are lists
+    record: Any = {"config": wanted, "sessions": []}
+    if path.exists():
+        try:
+            record = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not a record: {error}. Move it away, or name another file.") from error
+        _check_config(path, record, wanted)
+    record["sessions"].append(provenance())
+    return dict(record)
+
+
+def _check_config(path: Path, record: Any, wanted: Mapping[str, Any]) -> None:
+    found = record.get("config") if isinstance(record, dict) and "sessions" in record else None
+    if found == wanted:
+        return
+    differences = [n for n in wanted if found.get(n) != wanted[n]] if isinstance(found, dict) else []
+    named = f" ({', '.join(differences)})" if differences else ""
+    raise ValueError(f"{path} is of another configuration{named}. Move it away, or name another file.")
