@@ -26,4 +26,3 @@ def small_autoencoder(monkeypatch: pytest.MonkeyPatch) -> None:
         return nn.Sequential(nn.Linear(784, 5), nn.Sigmoid(), nn.Linear(5, 784))
 
     monkeypatch.setattr("prong.lab.methods.autoencoder", small)
-    monkeypatch.setattr("prong.lab.bench.autoencoder", small)
