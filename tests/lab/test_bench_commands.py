@@ -113,7 +113,7 @@ def test_scaling_prints_and_records_every_size(runs: Runs) -> None:
 def test_exponents_are_those_of_wide_layers_only() -> None:
     milliseconds = {width: [width**3 if width >= 512 else 1e9] for width in (64, 256, 512, 1024, 2048)}
     times = [
-        {"samples": 9, "dtype": "float32", "width": width, "ms": {part: values for part in refresh.PARTS}}  # noqa: C420
+        {"samples": 9, "dtype": "float32", "width": width, "ms": dict.fromkeys(refresh.PARTS, values)}
         for width, values in milliseconds.items()
     ]
     (table,) = refresh.sheets({"config": {"samples": [9], "repetitions": 1}, "times": times})
