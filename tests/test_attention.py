@@ -187,9 +187,9 @@ def test_an_open_window_changes_neither_outputs_nor_gradients_of_attention(form,
     rows = projection_inputs(plain_copy(layer), inputs, case)
     sites = [site for _, site in prong.injection.whitened_sites(layer).values()]
     for site, x in zip(sites, rows, strict=True):
-        assert site.inputs.count == len(x)
-        assert_close(site.inputs.mean[0], x.mean(0), site.label)
-        assert_close(site.inputs.covariance()[0], torch.cov(x.T, correction=0), site.label)
+        assert site.inputs.moments.count == len(x)
+        assert_close(site.inputs.moments.mean[0], x.mean(0), site.label)
+        assert_close(site.inputs.moments.covariance()[0], torch.cov(x.T, correction=0), site.label)
     assert_close(parameter_gradients(layer, loss_of(layer, inputs, case)), gradients)
 
 
@@ -299,3 +299,57 @@ def test_both_forms_of_attention_walk_the_same_path_with_momentum_through_refres
             optimizer.step()
         paths[form] = dict(layer.state_dict())
     assert_close(paths["explicit"], paths["implicit"], rtol=1e-8)
+
+
+# One tensor, one window -----------------------------------------------------------------------------------------------
+
+
+def window_of(layer: nn.MultiheadAttention) -> list:
+    return [site.inputs for site in layer.sites]
+
+
+@forms
+def test_self_attention_gathers_factorises_and_holds_one_whitening(form):
+    layer = prong.whiten_(nn.MultiheadAttention(6, 2, batch_first=True).double(), form)
+    optimizer = prong.PRONG(layer, 0.1, eps=EPS, period=64, samples=640)
+    x = torch.randn(4, 5, 6, dtype=torch.float64)
+    layer(x, x, x)[0].square().mean().backward()
+    q, k, v = layer.sites
+    assert q.inputs is k.inputs is v.inputs and q.inputs.moments.count == 20
+    optimizer.step()
+    assert q.inputs is k.inputs is v.inputs
+    assert q.whitening is k.whitening is v.whitening
+    matrices = 1 if form == "implicit" else 2
+    rows = {row.name: row for row in prong.summary(layer)}
+    assert rows["(model)"].memory == (matrices * 36 + 6 + 36 + 6) * 8, "P (or U and its inverse), c, and one window"
+    layer.double().to("cpu").float()
+    assert q.inputs is k.inputs and q.whitening is k.whitening
+
+
+@forms
+def test_sites_that_stop_seeing_the_same_tensor_part_with_their_own_statistics(form):
+    layer = prong.whiten_(nn.MultiheadAttention(6, 2, batch_first=True).double(), form)
+    optimizer = prong.PRONG(layer, 0.1, eps=EPS, period=64, samples=640)
+    x, y = torch.randn(2, 4, 5, 6, dtype=torch.float64)
+    layer(x, x, x)
+    layer(x, y, y)
+    layer(x, y, x)
+    for site, seen in zip(layer.sites, ([x, x, x], [x, y, y], [x, y, x]), strict=True):
+        rows = torch.cat(seen).reshape(-1, 6)
+        assert site.inputs.moments.count == len(rows)
+        assert_close(site.inputs.moments.mean[0], rows.mean(0))
+        assert_close(site.inputs.moments.covariance()[0], torch.cov(rows.T, correction=0))
+        assert site.inputs.examples == len(rows)
+    assert len({id(window) for window in window_of(layer)}) == 3
+    optimizer.refresher.refresh()
+    assert len({id(site.whitening) for site in layer.sites}) == 3
+
+
+def test_whitening_from_shared_statistics_is_that_from_separate_ones():
+    layer = nn.MultiheadAttention(6, 2, batch_first=True).double()
+    shared, separate = prong.whiten_(copy.deepcopy(layer)), prong.whiten_(copy.deepcopy(layer))
+    x = torch.randn(4, 5, 6, dtype=torch.float64)
+    prong.refresh_(shared, [x], forward=lambda m, b: m(b, b, b))
+    prong.refresh_(separate, [x], forward=lambda m, b: m(b, b.clone(), b.clone()))
+    for one, other in zip(shared.sites, separate.sites, strict=True):
+        assert_identical(one.whitening.P, other.whitening.P)

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -150,14 +151,18 @@ def test_gradcheck_and_gradgradcheck_pass_with_ordinary_gradients(spec, examples
 @spaces
 def test_gradcheck_passes_where_only_the_backward_is_ordinary(rows):
     """The Functions themselves, in both spaces: the forward must not have seen the switch."""
-    from prong.layers.natural import Switch, natural_linear
+    from prong.layers.natural import Linear, Switch, natural, naturalize
 
     layer = small()[0]
-    whitening, switch = layer.sites[0].whitening, Switch()
+    whitening, layout, switch = layer.sites[0].whitening, layer.sites[0].layout, Switch()
 
     def function(h, W, b):
         switch.ordinary = False
-        z = natural_linear(h, W, b, whitening.P, whitening.c, switch)
+        where = whitening.P, whitening.c, 0.0
+        if rows < len(W):
+            z = natural(Linear(layout), h, W, b, *where, switch)
+        else:
+            z = F.linear(h, *naturalize(W, b, *where, layout, switch))
         switch.ordinary = True
         return z
 
@@ -303,7 +308,7 @@ def test_functional_transforms_leave_open_windows_usable(form):
     jvp(model, (h,), (h,))
     jacrev(model)(h)
     for _, site in prong.injection.whitened_sites(model).values():
-        assert "TrackingTensor" not in repr(site.inputs.mean), "a transform's wrapper outlived it"
+        assert "TrackingTensor" not in repr(site.inputs.moments.mean), "a transform's wrapper outlived it"
     curved(model(h)).backward()
     optimizer.step()
     assert all(site.whitening.is_finite() for _, site in prong.injection.whitened_sites(model).values())
@@ -447,11 +452,11 @@ def test_statistics_under_autocast_are_kept_in_float32(form, dtype):
     with torch.autocast("cpu", dtype):
         model(data)
         model(data)
-    moments = model[0].sites[0].inputs
+    moments = model[0].sites[0].inputs.moments
     assert moments.mean.dtype == moments.scatter.dtype == torch.float32
     assert_close(moments.mean[0], data.mean(0), rtol=1e-5)
     assert_close(moments.covariance()[0], torch.cov(data.T, correction=0), rtol=1e-3, atol=1e-3)
-    assert model[2].sites[0].inputs.mean.dtype == torch.float32
+    assert model[2].sites[0].inputs.moments.mean.dtype == torch.float32
 
 
 @forms
@@ -531,8 +536,8 @@ def test_activation_checkpointing_changes_neither_gradients_nor_statistics(form,
         h = MODELS["mlp"].sample(rows).requires_grad_()
         curved(checkpoint(model, h, use_reentrant=reentrant) if checkpointed else model(h)).backward()
         sites = prong.injection.whitened_sites(model).values()
-        assert all(site.inputs.count == rows for _, site in sites)
-        runs[checkpointed] = [accumulated(model), h.grad, [site.inputs.covariance() for _, site in sites]]
+        assert all(site.inputs.moments.count == rows for _, site in sites)
+        runs[checkpointed] = [accumulated(model), h.grad, [site.inputs.moments.covariance() for _, site in sites]]
     assert_close(runs[True], runs[False])
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.training import batches, canonical, mlp, run, tensors
 from torch import nn
 
 import prong
+from tests.training import batches, canonical, mlp, run, tensors
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
 
@@ -77,12 +77,45 @@ def test_nan_or_infinite_activations_in_a_window_are_named_and_nothing_changes(f
     run(model, optimizer, data[3:])  # and training can go on
 
 
+class Poisoned(nn.Module):
+    """Makes NaN, or another shape, of what passes through when told to."""
+
+    how = None
+
+    def forward(self, h):
+        if self.how == "nan":
+            return h / 0 * 0
+        return h[:, 1:] if self.how == "shape" else h
+
+
+@pytest.mark.parametrize(("how", "error"), [("nan", FloatingPointError), ("shape", RuntimeError)])
+@pytest.mark.parametrize(("form", "plus"), [("implicit", False), ("explicit", False), ("explicit", True)])
+def test_what_goes_wrong_inside_the_network_leaves_no_layer_with_half_a_batch(form, how, error, plus):
+    states = {}
+    for failing in (False, True):
+        layers, poisoned = mlp(), Poisoned()
+        model = nn.Sequential(*layers[:2], poisoned, *layers[2:])
+        optimizer = prong.PRONG(model, 0.02, eps=0.1, period=64, samples=64, form=form, plus=plus)
+        data = batches(model, 6)
+        run(model, optimizer, data[:3])
+        if failing:
+            before = tensors(optimizer.state_dict()["prong"])
+            poisoned.how = how
+            with pytest.raises(error):
+                model(data[3][0])
+            poisoned.how = None
+            torch.testing.assert_close(tensors(optimizer.state_dict()["prong"]), before, **EXACT)
+        run(model, optimizer, data[4:])
+        states[failing] = tensors(optimizer.state_dict()["prong"])
+    torch.testing.assert_close(states[True], states[False], **EXACT)
+
+
 def test_activations_too_large_to_square_are_named():
     model = mlp(dtype=torch.float32)
     prong.PRONG(model, 0.1, eps=0.1, period=8, samples=64)
     with pytest.raises(FloatingPointError, match=r"layer '0'.*too large"):
         model(batches(model, 1)[0][0] * 1e30)
-    assert model[0].sites[0].inputs.count == 0
+    assert model[0].sites[0].inputs.moments.count == 0
 
 
 @pytest.mark.parametrize("form", ["implicit", "explicit"])

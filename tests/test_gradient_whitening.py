@@ -8,11 +8,11 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.training import DOUBLE, batches, canonical, convnet, mlp, run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import prong
+from tests.training import DOUBLE, batches, canonical, convnet, mlp, run
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 SOURCES = [{"balance": True}, {"gradient_whitening": "empirical"}, {"gradient_whitening": "categorical"}]

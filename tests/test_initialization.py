@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.training import DOUBLE, batches, canonical, convnet, mlp, run
 from torch import nn
 
 import prong
+from tests.training import DOUBLE, batches, canonical, convnet, mlp, run
 
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}
 
@@ -113,7 +113,7 @@ def test_a_refresh_follows_and_the_first_window_begins_with_these_samples():
     x = batches(model, 1, size=64)[0][0]
     optimizer.initialize([x])
     torch.testing.assert_close(model[0].sites[0].whitening.c[0], x.mean(0), **CLOSE)
-    assert model[0].sites[0].inputs.count == 64
+    assert model[0].sites[0].inputs.moments.count == 64
     losses = run(model, optimizer, batches(model, 1) * 30)
     assert losses[-1] < losses[0]
     with pytest.raises(RuntimeError, match="before the first update"):

@@ -478,12 +478,10 @@ def test_a_refresh_puts_open_windows_aside(form):
     prong.PRONG(model, lr=0.1, form=form)
     model(MODELS["mlp"].sample(5))
     windows = [site.inputs for _, site in whitened_sites(model).values()]
-    counts = [
-        (window.count, site.examples) for window, (_, site) in zip(windows, whitened_sites(model).values(), strict=True)
-    ]
+    counts = [(window.moments.count, window.examples) for window in windows]
     prong.refresh_(model, MODELS["mlp"].sample(9))
     for (_, site), window, count in zip(whitened_sites(model).values(), windows, counts, strict=True):
-        assert site.inputs is window and (window.count, site.examples) == count
+        assert site.inputs is window and (window.moments.count, window.examples) == count
 
 
 # Refresh: all or nothing ----------------------------------------------------------------------------------------------

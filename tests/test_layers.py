@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import prong
-from prong.layers.natural import Switch, natural_linear, naturalize
+from prong.layers.natural import Linear, Switch, natural, naturalize
 from tests.cases import (
     FORMS,
     MODELS,
@@ -136,8 +136,10 @@ def test_activation_space_and_gradient_space_agree(inputs, rows, bias, seed):
     h = spec.sample(rows).requires_grad_()
     W, b = layer.weight, layer.bias
     parameters = [h, W] if b is None else [h, W, b]
-    in_activation_space = natural_linear(h, W, b, site.whitening.P, site.whitening.c, Switch())
-    in_gradient_space = F.linear(h, *naturalize(W, b, site.whitening.P, site.whitening.c, site.layout, Switch()))
+    in_activation_space = natural(
+        Linear(site.layout), h, W, b, site.whitening.P, site.whitening.c, site.whitening.tail, Switch()
+    )
+    in_gradient_space = F.linear(h, *naturalize(W, b, site.whitening.P, site.whitening.c, 0.0, site.layout, Switch()))
     assert_close(in_activation_space, in_gradient_space)
     expected = torch.autograd.grad(curved(in_gradient_space), parameters)
     assert_close(torch.autograd.grad(curved(in_activation_space), parameters), expected, rtol=1e-9)
@@ -301,7 +303,7 @@ def test_statistics_keep_to_max_positions_per_example(form, spec, most):
     prong.Refresher(layer, optimizer, period=8)
     h = spec.sample(5)
     layer(h)
-    seen = layer.sites[0].inputs.count
+    seen = layer.sites[0].inputs.moments.count
     unpadded = h[0, 0].numel()
     full = len(samples_of(plain_copy(layer), h)[0])
     if most >= unpadded:
@@ -410,7 +412,7 @@ def test_copies_do_not_share_open_windows_or_the_optimizer(form):
         other(MODELS["mlp"].sample(4))
         prong.PRONG(other, lr=0.1)  # nobody owns the copy
         prong.fold_(other)
-    assert model[0].sites[0].inputs.count == 3
+    assert model[0].sites[0].inputs.moments.count == 3
     assert optimizer.refresher.sites["0"][0] is model[0]
 
 
@@ -448,10 +450,10 @@ def test_a_conversion_takes_open_windows_along(form):
     h = SPECS["linear"].sample(5)
     layer(h)
     layer.float()
-    assert layer.sites[0].inputs.mean.dtype == torch.float32
-    assert layer.sites[0].inputs.count == 5
+    assert layer.sites[0].inputs.moments.mean.dtype == torch.float32
+    assert layer.sites[0].inputs.moments.count == 5
     layer(h.float())
-    assert_close(layer.sites[0].inputs.mean[0].double(), h.mean(0), rtol=1e-5)
+    assert_close(layer.sites[0].inputs.moments.mean[0].double(), h.mean(0), rtol=1e-5)
 
 
 @forms

@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.training import DOUBLE, batches, canonical, convnet, mlp, run
 from torch import nn
 
 import prong
+from tests.training import DOUBLE, batches, canonical, convnet, mlp, run
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

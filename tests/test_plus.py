@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.training import batches, canonical, convnet, mlp, run
 
 import prong
 from prong.plus import DECAY as PLUS_DECAY
 from prong.plus import rescale_
+from prong.projection import to_canonical
+from tests.training import attentive, batches, canonical, convnet, mlp, run
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def plus(model, **options):
     return prong.PRONG(model, 0.02, eps=0.1, period=64, samples=32, plus=True, **options)
+
+
+attentions = pytest.mark.parametrize("make", [attentive, partial(attentive, 4)], ids=["packed", "separate"])
 
 
 def test_its_form_is_explicit():
@@ -72,6 +78,53 @@ def test_padded_zeros_count_in_the_scale_of_a_convolution():
     torch.testing.assert_close(model[0].sites[0].whitening.U[0], whitening.U[0] / s[:, None], **CLOSE)
 
 
+@attentions
+def test_every_rescaling_of_attention_keeps_its_function_and_the_canonical_velocity(make):
+    model = make()
+    data = batches(model, 8)
+    optimizer = plus(model)
+    run(model, optimizer, data[:2])
+    sites = optimizer.refresher.sites
+    assert sites.keys() == {"attention.q", "attention.k", "attention.v", "attention.out_proj", "head"}
+    for x, y in data[2:]:
+        F.cross_entropy(model(x), y).backward()
+        model.eval()  # looking is no sample
+        z, before, velocity = model(x), canonical(model), _canonical_velocities(optimizer)
+        U = {name: site.whitening.U.clone() for name, (_, site) in sites.items()}
+        rescale_(sites, optimizer)
+        for name, (_, site) in sites.items():
+            scale = U[name].norm(dim=-1) / site.whitening.U.norm(dim=-1)
+            assert (scale - 1).abs().min() > 1e-6, f"{name} was not rescaled"
+            torch.testing.assert_close(site.whitening.U * scale.unsqueeze(-1), U[name], **CLOSE)
+        torch.testing.assert_close(model(x), z, **CLOSE)
+        torch.testing.assert_close(canonical(model), before, **CLOSE)
+        torch.testing.assert_close(_canonical_velocities(optimizer), velocity, **CLOSE)
+        run(model.train(), optimizer, [(x, y)])
+
+
+def _canonical_velocities(optimizer):
+    velocities = {}
+    for name, (layer, site) in optimizer.refresher.sites.items():
+        V, d = (optimizer.state[parameter]["momentum_buffer"] for parameter in layer.pair(site))
+        velocities[name] = list(to_canonical(*site.packed(V, d), site.whitening))
+    return velocities
+
+
+@attentions
+def test_queries_keys_and_values_are_each_rescaled_by_their_own_deviation(make):
+    model = make()
+    data = batches(model, 3)
+    optimizer = plus(model)
+    run(model, optimizer, data[:2])
+    whitenings = [site.whitening for site in model.attention.sites]
+    run(model, optimizer, data[2:])
+    for site, h, old in zip(model.attention.sites, model.inputs(data[2][0]), whitenings, strict=True):
+        variance = ((h.flatten(0, 1) - old.c[0]) @ old.U[0].T).square().mean(0)
+        s = (PLUS_DECAY + (1 - PLUS_DECAY) * variance).sqrt()
+        torch.testing.assert_close(site.whitening.U[0], old.U[0] / s[:, None], **CLOSE)
+        torch.testing.assert_close(site.whitening.U_inv[0], old.U_inv[0] * s, **CLOSE)
+
+
 def test_it_is_a_diagonal_preconditioner_in_the_whitened_basis():
     """The same path as dividing V's gradient by the product of all s^2 so far, columnwise, without momentum."""
     model, other = mlp(), mlp()
@@ -95,8 +148,9 @@ def test_it_is_a_diagonal_preconditioner_in_the_whitened_basis():
     torch.testing.assert_close(canonical(model), canonical(other), **CLOSE)
 
 
-def test_it_trains():
-    model = mlp()
+@pytest.mark.parametrize("make", [mlp, attentive, partial(attentive, 4)], ids=["mlp", "packed", "separate"])
+def test_it_trains(make):
+    model = make()
     losses = run(model, plus(model), batches(model, 1) * 60)
     assert losses[-1] < 0.5 * losses[0]
 

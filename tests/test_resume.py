@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 
 import pytest
 import torch
-from tests.training import batches, canonical, convnet, mlp, run, tensors
 
 import prong
+from tests.training import attentive, batches, canonical, convnet, mlp, run, tensors
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
 OPTIONS = {
@@ -30,10 +31,41 @@ def through_a_file(state):
     return torch.load(buffer, weights_only=True)
 
 
-def make(model_of, options):
-    model = model_of()
+def with_prong(options, model):
     torch.manual_seed(0)
-    return model, prong.PRONG(model, 0.02, eps=0.1, period=8, samples=40, **options)
+    return model, prong.PRONG(model, 0.02, **{"eps": 0.1, "period": 8, "samples": 40, **options})
+
+
+def with_adam(options, model):
+    torch.manual_seed(0)
+    optimizer = torch.optim.Adam(prong.whiten_(model, "explicit").parameters(), 0.01, amsgrad=True)
+    return model, optimizer, prong.Refresher(model, optimizer, eps=0.1, **options)
+
+
+def make(model_of, options):
+    return with_prong(options, model_of())
+
+
+def resume(model_of, begin, data, stop, order=list):
+    """Train with and without a stop, end alike, and return what was saved.
+
+    `begin(model)` gives the model, its optimizer and whatever else has a state; they are loaded in this order, or
+    another.
+    """
+    model, optimizer, *_ = begin(model_of())
+    run(model, optimizer, data)
+
+    first = begin(model_of())
+    run(*first[:2], data[:stop])
+    prong.summary(first[0])  # looking changes nothing
+    saved = [through_a_file(part.state_dict()) for part in first]
+    second = begin(model_of(seed=99))
+    torch.manual_seed(7)
+    for part, state in order(list(zip(second, saved, strict=True))):
+        part.load_state_dict(state)
+    run(*second[:2], data[stop:])
+    torch.testing.assert_close(canonical(second[0]), canonical(model), **EXACT)
+    return saved
 
 
 @pytest.mark.parametrize("stop", [0, 1, 3, 5, 8, 13])
@@ -41,20 +73,45 @@ def make(model_of, options):
 @pytest.mark.parametrize(("model_of", "size"), [(mlp, 16), (mlp, 2), (convnet, 8)], ids=["mlp", "thin", "convnet"])
 def test_resuming_equals_never_having_stopped(model_of, size, options, stop):
     """Windows are open after some of these updates and closed after others; thin ones hold fewer rows than inputs."""
-    data = batches(model_of(), 20, size)
-    model, optimizer = make(model_of, options)
-    run(model, optimizer, data)
+    resume(model_of, partial(with_prong, options), batches(model_of(), 20, size), stop)
 
-    first, first_optimizer = make(model_of, options)
-    run(first, first_optimizer, data[:stop])
-    prong.summary(first)  # looking changes nothing
-    saved_model, saved_optimizer = through_a_file(first.state_dict()), through_a_file(first_optimizer.state_dict())
-    second, second_optimizer = make(lambda: model_of(seed=99), options)
-    torch.manual_seed(7)
-    second.load_state_dict(saved_model)
-    second_optimizer.load_state_dict(saved_optimizer)
-    run(second, second_optimizer, data[stop:])
-    torch.testing.assert_close(canonical(second), canonical(model), **EXACT)
+
+FORMS = ("implicit", "explicit")
+ATTENTIONS = {"packed": attentive, "separate": partial(attentive, 4)}
+LONG = {"period": 8, "samples": 400}  # five updates of 16 x 5 tokens
+
+
+@pytest.mark.parametrize("stop", [5, 7, 13])
+@pytest.mark.parametrize("options", [{"form": form} for form in FORMS] + [{"plus": True}], ids=str)
+@pytest.mark.parametrize("model_of", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_attention_resumes_inside_a_window(model_of, options, stop):
+    _, saved = resume(model_of, partial(with_prong, options | LONG), batches(model_of(), 20), stop)
+    layers = saved["prong"]["layers"]
+    assert layers.keys() == {"attention.q", "attention.k", "attention.v", "attention.out_proj", "head"}
+    assert all("whitening" in layer and layer["window"]["count"] > 0 for layer in layers.values())
+
+
+@pytest.mark.parametrize("stop", [0, 1, 3, 5, 8, 13])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("model_of", [mlp, convnet, *ATTENTIONS.values()], ids=["mlp", "convnet", *ATTENTIONS])
+def test_training_with_a_loader_resumes(model_of, form, stop):
+    source = batches(model_of(), 4, seed=5)
+    options = {"form": form, "source": source, "samples": 48}
+    _, saved = resume(model_of, partial(with_prong, options), batches(model_of(), 20), stop)
+    assert all("whitening" in layer and "window" not in layer for layer in saved["prong"]["layers"].values())
+
+
+@pytest.mark.parametrize("order", [list, reversed])
+@pytest.mark.parametrize("stop", [1, 5, 8, 13])
+@pytest.mark.parametrize("source", ["window", "loader"])
+@pytest.mark.parametrize("model_of", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_adam_in_the_whitened_coordinates_of_attention_resumes(model_of, source, stop, order):
+    chosen = batches(model_of(), 4, seed=5) if source == "loader" else source
+    options = {**LONG, "source": chosen}
+    _, _, saved = resume(model_of, partial(with_adam, options), batches(model_of(), 20), stop, order)
+    assert all("whitening" in layer for layer in saved["layers"].values())
+    if source == "window" and stop in (5, 13):
+        assert all(layer["window"]["count"] > 0 for layer in saved["layers"].values())
 
 
 @pytest.mark.parametrize("form", ["implicit", "explicit"])

@@ -7,11 +7,11 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.training import DOUBLE, batches, canonical, mlp, run
 from torch import nn
 
 import prong
 from prong.statistics import Moments
+from tests.training import DOUBLE, batches, canonical, mlp, run
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -93,7 +93,7 @@ def test_evaluation_between_updates_is_not_counted():
     with torch.no_grad():
         model(x * 100)
     model.train()
-    assert model[0].sites[0].inputs.count == 0
+    assert model[0].sites[0].inputs.moments.count == 0
     run(model, optimizer, [(x, y)])
     torch.testing.assert_close(model[0].sites[0].whitening.c[0], x.mean(0), **CLOSE)
 
@@ -308,7 +308,7 @@ def test_ema_counts_about_as_many_examples_as_asked_for(period):
         expected.add(x[None])
         expected.decay(1 - 16 / 64)
     run(model, optimizer, data)
-    window = model[0].sites[0].inputs
+    window = model[0].sites[0].inputs.moments
     assert window.count == pytest.approx(expected.count)
     torch.testing.assert_close(window.mean, expected.mean, **CLOSE)
     torch.testing.assert_close(window.scatter, expected.scatter, **CLOSE)

@@ -90,12 +90,14 @@ def test_groups_and_attention_tell_the_sizes_of_their_inputs(form):
 
 
 @forms
-def test_memory_of_attention_counts_its_three_sites(form):
+def test_memory_of_attention_counts_what_its_three_sites_do_not_share(form):
     layer = prong.whiten_(nn.MultiheadAttention(8, 2, batch_first=True), form)
-    x = torch.randn(6, 4, 8)
+    x, y = torch.randn(2, 6, 4, 8)
+    one = ({"implicit": 1, "explicit": 2}[form] * 64 + 8) * 4
     prong.refresh_(layer, [x], forward=lambda m, b: m(b, b, b))
-    matrices = {"implicit": 1, "explicit": 2}[form]
-    assert [row.memory for row in prong.summary(layer)] == [3 * (matrices * 64 + 8) * 4, (matrices * 64 + 8) * 4]
+    assert [row.memory for row in prong.summary(layer)] == [one, one]
+    prong.refresh_(layer, [x], forward=lambda m, b: m(b, y, y))
+    assert [row.memory for row in prong.summary(layer)] == [2 * one, one]
 
 
 @forms

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from prong.statistics import Moments
-from prong.whitening import BASES, Whitening, WhiteningError, whiten
+from prong.whitening import BASES, Whitening, WhiteningError, whiten, whiten_together
 from tests import reference
 from tests.closeness import assert_close
 
@@ -58,10 +58,11 @@ def inputs(kind: str) -> Tensor:
         "zero": lambda: torch.zeros(2, 30, 4).double(),
         "constant": lambda: torch.full((1, 30, 4), 3.0).double(),
         "fewer samples than inputs": lambda: randn(2, 5, 12) + 1,
-        "fewer samples than inputs, rank deficient": lambda: randn(1, 8, 2) @ randn(2, 12) + 1,
-        "fewer samples than inputs, zero": lambda: torch.zeros(1, 5, 12).double(),
-        "fewer samples than inputs, constant": lambda: torch.full((1, 5, 12), 3.0).double(),
-        "two samples": lambda: randn(1, 2, 7),
+        "far fewer samples than inputs": lambda: randn(2, 5, 24) + 1,
+        "far fewer samples than inputs, rank deficient": lambda: randn(1, 5, 2) @ randn(2, 24) + 1,
+        "far fewer samples than inputs, zero": lambda: torch.zeros(1, 5, 24).double(),
+        "far fewer samples than inputs, constant": lambda: torch.full((1, 5, 24), 3.0).double(),
+        "two samples": lambda: randn(1, 2, 12),
         "as many samples as inputs": lambda: randn(1, 6, 6) + 1,
         "one sample fewer than inputs": lambda: randn(2, 5, 6) + 1,
     }
@@ -79,9 +80,10 @@ KINDS = (
     "zero",
     "constant",
     "fewer samples than inputs",
-    "fewer samples than inputs, rank deficient",
-    "fewer samples than inputs, zero",
-    "fewer samples than inputs, constant",
+    "far fewer samples than inputs",
+    "far fewer samples than inputs, rank deficient",
+    "far fewer samples than inputs, zero",
+    "far fewer samples than inputs, constant",
     "two samples",
     "as many samples as inputs",
     "one sample fewer than inputs",
@@ -187,14 +189,14 @@ def test_pca_directions_are_orthogonal_zca_is_symmetric_positive_and_cholesky_is
 # Fewer samples than inputs
 
 
-@pytest.mark.parametrize("rows", [2, 3, 10, 11, 12, 13, 30])
+@pytest.mark.parametrize("rows", [2, 3, 5, 6, 11, 12, 13, 22, 23, 24, 25, 60])
 @every_result
 @both_centrings
-def test_the_low_rank_path_agrees_with_the_dense_one(rows, basis, centred):
-    moments = moments_of(randn(2, rows, 12) * torch.linspace(0.1, 10, 12) + 1)
+def test_few_samples_give_what_a_dense_factorisation_gives(rows, basis, centred):
+    moments = moments_of(randn(2, rows, 24) * torch.linspace(0.1, 10, 24) + 1)
     thin, full = whiten(moments, EPS, basis, centred), whiten(dense(moments), EPS, basis, centred)
     assert_close(thin.c, full.c)
-    if basis == "pca" and rows < 13:  # directions without variance have no order: compare what they share
+    if basis == "pca" and rows < 25:  # directions without variance have no order: compare what they share
         assert_close(thin.U.mT @ thin.U, full.U.mT @ full.U)
         assert_close(thin.U_inv @ thin.U_inv.mT, full.U_inv @ full.U_inv.mT)
     elif basis == "pca":
@@ -203,9 +205,30 @@ def test_the_low_rank_path_agrees_with_the_dense_one(rows, basis, centred):
         assert_close([thin.U, thin.U_inv, thin.P], [full.U, full.U_inv, full.P])
 
 
-@pytest.mark.parametrize("basis", [None, "zca"], ids=str)
+@given(
+    st.integers(1, 2),
+    st.integers(4, 200),
+    st.floats(0, 1),
+    st.floats(1e-2, 10),
+    st.booleans(),
+    st.floats(0, 1),
+    st.booleans(),
+    st.integers(0, 2**31 - 1),
+)
+def test_the_triangle_of_few_samples_is_the_dense_one(groups, features, share, eps, centred, dead, together, seed):
+    """Over one to four blocks, the last of them ragged; dead inputs are scattered, or all that come first."""
+    torch.manual_seed(seed)
+    rows = 2 + round(share * (features // 4 - 2)) if features >= 12 else 2
+    alive = torch.linspace(0, 1, features) >= dead if together else torch.rand(features) >= dead
+    moments = moments_of((randn(groups, rows, features) @ randn(features, features).div(features**0.5) + 1) * alive)
+    thin, full = whiten(moments, eps, "cholesky", centred), whiten(dense(moments), eps, "cholesky", centred)
+    assert torch.equal(thin.U, thin.U.tril()) and torch.equal(thin.U_inv, thin.U_inv.tril())
+    assert_close([thin.U, thin.U_inv], [full.U, full.U_inv])
+
+
+@pytest.mark.parametrize(("basis", "largest"), [(None, 5), ("zca", 5), ("cholesky", 64)], ids=str)
 @both_centrings
-def test_few_samples_need_only_a_factorisation_of_their_own_size(basis, centred, monkeypatch):
+def test_few_samples_need_no_factorisation_of_the_size_of_the_inputs(basis, largest, centred, monkeypatch):
     sizes = []
     for name in ("eigh", "cholesky"):
         original = getattr(torch.linalg, name)
@@ -215,21 +238,35 @@ def test_few_samples_need_only_a_factorisation_of_their_own_size(basis, centred,
             return original(A, *args)
 
         monkeypatch.setattr(torch.linalg, name, recorded)
-    whiten(moments_of(randn(1, 4, 50)), EPS, basis, centred)
-    assert sizes and max(sizes) <= 5
+    whiten(moments_of(randn(1, 4, 150)), EPS, basis, centred)
+    assert sizes and max(sizes) <= largest
 
 
 @pytest.mark.parametrize("basis", [None, "zca"], ids=str)
 @pytest.mark.parametrize("eps", [1e-6, 1e-2, 1e6])
 def test_the_low_rank_path_is_exact_where_variance_is_far_above_the_damping(basis, eps):
-    rows = 1e4 * randn(1, 4, 9)
+    rows = 1e4 * randn(1, 4, 16)
     # Squaring loses what is below 1e-8 of the largest value: the reference takes singular values of the rows.
     _, root, E_t = torch.linalg.svd((rows - rows.mean(1, keepdim=True)) / 2, full_matrices=True)
-    lam = torch.zeros(1, 9).double()
+    lam = torch.zeros(1, 16).double()
     lam[:, :3] = root[:, :3].square()  # centred, four rows have rank three
     f = (lam + eps) ** (-1.0 if basis is None else -0.5)
     w = whiten(moments_of(rows), eps, basis)
     assert_close((w.P if basis is None else w.U) / f.max(), E_t.mT * (f / f.max()).unsqueeze(-2) @ E_t)
+
+
+@pytest.mark.parametrize(("basis", "tolerance"), [(None, 3e-2), ("zca", 5e-5), ("cholesky", 5e-5)], ids=str)
+def test_few_float32_samples_are_whitened_as_well_as_float32_can_store_it(basis, tolerance):
+    """With variance 1e5 times the damping; a factorisation in float32 itself is ten times worse, or far more."""
+    moments = moments_of(30 * torch.randn(1, 12, 150))
+    F = moments.factor.double() / moments.count**0.5
+    damped, identity = reference.damped(F.mT @ F, EPS), reference.eye(1, 150)
+    w = whiten(moments, EPS, basis).map(Tensor.double)
+    if basis is None:
+        assert_close(w.P @ damped, identity, tolerance)
+    else:
+        assert_close(w.U @ damped @ w.U.mT, identity, tolerance)
+        assert_close(w.U @ w.U_inv, identity, tolerance)
 
 
 def test_inputs_that_were_all_padding_are_inputs_without_variance():
@@ -246,11 +283,11 @@ def test_inputs_that_were_all_padding_are_inputs_without_variance():
 @every_result
 @pytest.mark.parametrize("rows", [20, 400])
 def test_float32_moments_give_a_float32_whitening_of_float32_quality(basis, rows):
-    h = torch.randn(1, rows, 50) * torch.logspace(0, -2, 50) + 1
+    h = torch.randn(1, rows, 100) * torch.logspace(0, -2, 100) + 1
     w = whiten(moments_of(h), EPS, basis)
     assert all(x.dtype == torch.float32 for _, x in w.items() if isinstance(x, Tensor))
     damped = reference.damped(reference.covariance(h), EPS)
-    identity = reference.eye(1, 50)
+    identity = reference.eye(1, 100)
     if basis is None:
         assert_close(w.P.double() @ damped, identity, tolerance=1e-4)
     else:
@@ -262,7 +299,7 @@ def test_float32_moments_give_a_float32_whitening_of_float32_quality(basis, rows
 @every_result
 @pytest.mark.parametrize("rows", [5, 40], ids=["thin", "dense"])
 def test_autocast_changes_nothing(basis, rows):
-    moments = moments_of(torch.randn(2, rows, 8))
+    moments = moments_of(torch.randn(2, rows, 20))
     expected = whiten(moments, EPS, basis)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = whiten(moments, EPS, basis)
@@ -291,7 +328,7 @@ def test_where_float32_cannot_factorise_float64_does_with_the_damping_asked_for(
 @pytest.mark.parametrize("basis", ["pca", "zca"])
 @pytest.mark.parametrize("rows", [4, 40], ids=["thin", "dense"])
 def test_where_eigh_does_not_converge_in_float32_float64_is_tried(basis, rows, monkeypatch):
-    moments = moments_of(torch.randn(1, rows, 6))
+    moments = moments_of(torch.randn(1, rows, 16))
     original = torch.linalg.eigh
 
     def eigh(A):
@@ -303,7 +340,24 @@ def test_where_eigh_does_not_converge_in_float32_float64_is_tried(basis, rows, m
     w = whiten(moments, EPS, basis)
     assert w.eps == EPS and w.U.dtype == torch.float32
     damped = reference.damped(moments.covariance().double(), EPS)
-    assert_close(w.U.double() @ damped @ w.U.mT.double(), reference.eye(1, 6), tolerance=1e-4)
+    assert_close(w.U.double() @ damped @ w.U.mT.double(), reference.eye(1, 16), tolerance=1e-4)
+
+
+def test_where_the_triangle_of_few_samples_fails_it_is_damped_more(monkeypatch):
+    moments = moments_of(torch.randn(1, 4, 150))
+    original, calls = torch.linalg.cholesky, []
+
+    def cholesky(A):
+        calls.append(A)
+        if len(calls) in (2, 4):  # inside the first rung, and inside the second
+            raise torch.linalg.LinAlgError("not positive definite")
+        return original(A)
+
+    monkeypatch.setattr(torch.linalg, "cholesky", cholesky)
+    w = whiten(moments, EPS, "cholesky")
+    assert math.isclose(w.eps, 10 * EPS) and w.U.dtype == torch.float32
+    damped = reference.damped(moments.covariance().double(), 10 * EPS)
+    assert_close(w.U.double() @ damped @ w.U.mT.double(), reference.eye(1, 150), tolerance=1e-4)
 
 
 @pytest.mark.parametrize("basis", [None, "cholesky"], ids=str)
@@ -328,7 +382,7 @@ def test_an_eigenvalue_that_rounding_made_negative_is_taken_as_zero(basis, dtype
     assert_close(w.U.mT @ w.U, torch.diag_embed(1 / (lam.clamp(min=0) + EPS)))
 
 
-@pytest.mark.parametrize("kind", ["zero", "fewer samples than inputs, zero"])
+@pytest.mark.parametrize("kind", ["zero", "far fewer samples than inputs, zero"])
 def test_a_whitening_too_large_for_its_dtype_is_damped_more(kind):
     w = whiten(moments_of(inputs(kind).float()), 1e-40)  # 1 / eps is beyond float32
     assert math.isclose(w.eps, 1e-38)
@@ -339,7 +393,7 @@ def test_a_whitening_too_large_for_its_dtype_is_damped_more(kind):
 @pytest.mark.parametrize("rows", [4, 40], ids=["thin", "dense"])
 def test_a_damping_whose_inverse_no_float_holds_fails_by_name(basis, rows):
     with pytest.raises(WhiteningError):
-        whiten(moments_of(torch.zeros(1, rows, 6)), 5e-324, basis)
+        whiten(moments_of(torch.zeros(1, rows, 16)), 5e-324, basis)
 
 
 @pytest.mark.parametrize("basis", [None, "cholesky"], ids=str)
@@ -352,7 +406,7 @@ def test_a_covariance_that_nothing_can_factorise_is_named(basis):
 @every_result
 @pytest.mark.parametrize("rows", [4, 40], ids=["thin", "dense"])
 def test_when_every_factorisation_fails_the_moments_are_as_they_were(basis, rows, monkeypatch):
-    moments = moments_of(randn(1, rows, 6))
+    moments = moments_of(randn(1, rows, 16))
     before = moments.state_dict()
 
     def fail(*_):
@@ -360,7 +414,7 @@ def test_when_every_factorisation_fails_the_moments_are_as_they_were(basis, rows
 
     for name in ("eigh", "cholesky"):
         monkeypatch.setattr(torch.linalg, name, fail)
-    with pytest.raises(WhiteningError, match="6 x 6"):
+    with pytest.raises(WhiteningError, match="16 x 16"):
         whiten(moments, EPS, basis)
     after = moments.state_dict()
     assert after.keys() == before.keys()
@@ -420,12 +474,12 @@ def test_inputs_too_large_to_square_are_refused(basis):
 def test_a_whitening_shares_nothing_with_its_moments():
     for rows in (4, 40):
         for basis in (None, *BASES):
-            moments = moments_of(randn(1, rows, 6))
+            moments = moments_of(randn(1, rows, 16))
             w = whiten(moments, EPS, basis)
             copy = w.map(torch.clone)
             moments.mean.fill_(99.0)
             moments.scatter.fill_(99.0)
-            moments.add(randn(1, 9, 6))
+            moments.add(randn(1, 9, 16))
             for (_, a), (name, e) in zip(w.items(), copy.items(), strict=True):
                 assert torch.equal(a, e) if isinstance(e, Tensor) else a == e, name
 
@@ -452,3 +506,37 @@ def test_a_whitening_is_finite_only_if_all_of_it_is():
 def test_a_whitening_does_not_change():
     with pytest.raises(FrozenInstanceError):
         whiten(moments_of(randn(1, 9, 3)), EPS).eps = 1.0
+
+
+# Several at once ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("basis", [None, "pca", "zca", "cholesky"])
+@pytest.mark.parametrize("centred", [True, False])
+def test_moments_of_one_size_are_whitened_together_as_one_by_one(basis, centred):
+    torch.manual_seed(0)
+    several = []
+    for groups, rows in ((1, 30), (2, 50), (1, 9)):
+        m = Moments(groups, 6, torch.float64)
+        m.add(torch.randn(groups, rows, 6, dtype=torch.float64) @ torch.randn(6, 6, dtype=torch.float64) + 1)
+        several.append(m)
+    together = whiten_together(several, 0.1, basis, centred)
+    for one, m in zip(together, several, strict=True):
+        expected = whiten(m, 0.1, basis, centred)
+        assert one.eps == expected.eps
+        for (key, x), (_, y) in zip(one.items(), expected.items(), strict=True):
+            if isinstance(y, torch.Tensor):
+                torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12, msg=lambda text, key=key: f"{key}: {text}")
+    assert together[0].P is None or together[0].P.untyped_storage().nbytes() == 36 * 8, (
+        "no piece keeps the others alive"
+    )
+
+
+def test_what_one_by_one_must_do_is_not_done_together():
+    good, few, broken = (Moments(1, 4) for _ in range(3))
+    good.add(torch.randn(1, 20, 4))
+    few.add(torch.randn(1, 1, 4))
+    broken.add(torch.randn(1, 20, 1).expand(-1, -1, 4) * 100)  # of rank one
+    assert whiten_together([good], 0.1) is None
+    assert whiten_together([good, few], 0.1) is None
+    assert whiten_together([good, broken], 1e-30) is None

@@ -30,11 +30,35 @@ def convnet(dtype: torch.dtype = DOUBLE, seed: int = 0) -> nn.Sequential:
     ).to(dtype)
 
 
+class Attentive(nn.Module):
+    """Attention whose queries, keys and values are three different things, and a linear head."""
+
+    def __init__(self, key_size: int | None) -> None:
+        super().__init__()
+        self.key_size = key_size
+        self.attention = nn.MultiheadAttention(6, 2, kdim=key_size, batch_first=True)
+        self.head = nn.Linear(6, 4)
+
+    def inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value."""
+        return x, x[..., : self.key_size].tanh(), x.sin() + 0.5 * x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x + self.attention(*self.inputs(x))[0]).mean(1))
+
+
+def attentive(key_size: int | None = None, dtype: torch.dtype = DOUBLE, seed: int = 0) -> Attentive:
+    """With `key_size`, the projections are separate parameters; without, one packed one."""
+    torch.manual_seed(seed)
+    return Attentive(key_size).to(dtype)
+
+
 def batches(model: nn.Module, count: int, size: int = 16, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
     """Inputs with correlated, shifted features, and labels."""
     generator = torch.Generator().manual_seed(seed)
     parameter = next(model.parameters())
-    shape = (2, 6, 6) if any(isinstance(m, nn.Conv2d) for m in model.modules()) else (6,)
+    images = any(isinstance(m, nn.Conv2d) for m in model.modules())
+    shape = (2, 6, 6) if images else (5, 6) if isinstance(model, Attentive) else (6,)
     mixing = torch.randn(shape[-1], shape[-1], generator=generator, dtype=DOUBLE)
     made = []
     for _ in range(count):

@@ -14,7 +14,7 @@ from prong.whitening import Whitening
 def site_state(layer: WhitenedLayer, site: Site) -> dict[str, Any]:
     """Whitening, open window and, in the explicit form, V and d, which the model's own state has only folded."""
     weight, bias = layer.pair(site)
-    state: dict[str, Any] = {"form": layer.form, "shape": list(weight.shape), "examples": site.examples}
+    state: dict[str, Any] = {"form": layer.form, "shape": list(weight.shape)}
     if site.whitening is not None:
         state["whitening"] = {key: x.clone() if isinstance(x, Tensor) else x for key, x in site.whitening.items()}
     if site.inputs is not None:
@@ -37,7 +37,7 @@ def check_site_state(name: str, layer: WhitenedLayer, site: Site, state: dict[st
         )
     groups, features = site.layout.groups, site.layout.features
     matrices = {key: x for key, x in state.get("whitening", {}).items() if isinstance(x, Tensor) and key != "c"}
-    if any(x.shape != (groups, features, features) for x in matrices.values()):
+    if any(x.shape[:2] != (groups, features) for x in matrices.values()):
         raise ValueError(f"this state is of another model: the whitening of layer {name!r} has another size")
     if "window" in state and state["window"]["mean"].shape != (groups, features):
         raise ValueError(f"this state is of another model: the statistics of layer {name!r} have another size")
@@ -49,13 +49,14 @@ def restore_site(layer: WhitenedLayer, site: Site, state: dict[str, Any]) -> Non
     weight, bias = layer.pair(site)
     site.whitening = site.inputs = None
     if "whitening" in state:
-        site.whitening = Whitening(**state["whitening"]).map(lambda x: x.to(weight, copy=True))
+        site.whitening = layer.stored(
+            site, Whitening(**state["whitening"]).map(lambda x: x.to(weight.device, copy=True))
+        )
     for target, key in ((weight, "V"), (bias, "d")):
         if target is not None and key in state:
             target.copy_(state[key])
     if "window" in state:
-        site.inputs = site.new_moments(weight)
+        site.inputs = site.new_window(weight)
         site.inputs.load_state_dict(state["window"])
-    site.examples = float(state["examples"])
     if site.spread is not None:
         site.spread.take()  # of what came before the load

@@ -75,19 +75,20 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gathering(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[dict[str, Moments]]:
-    """Fresh statistics of the (named) sites, filled by every forward inside; open windows are put aside."""
+    """Fresh statistics of the (named) sites, there when the context is left; open windows are put aside meanwhile."""
     sites = whitened_sites(model)
     chosen = {name: sites[name] for name in (sites if names is None else names)}
-    kept = ("inputs", "spread", "outputs", "examples", "training_only")
+    kept = ("inputs", "spread", "outputs", "drift", "training_only")
     before = [(site, {key: getattr(site, key) for key in kept}) for _, site in sites.values()]
     for _, site in sites.values():
-        site.inputs = site.spread = site.outputs = None
+        site.inputs = site.spread = site.outputs = site.drift = None
         site.training_only = False
-    moments = {}
-    for name, (layer, site) in chosen.items():
-        moments[name] = site.inputs = site.new_moments(layer.pair(site)[0])
+    for layer, site in chosen.values():
+        site.inputs = site.new_window(layer.pair(site)[0])
+    moments: dict[str, Moments] = {}
     try:
         yield moments
+        moments.update({name: site.inputs.moments for name, (_, site) in chosen.items() if site.inputs is not None})
     finally:
         for site, values in before:
             vars(site).update(values)

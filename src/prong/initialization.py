@@ -16,7 +16,7 @@ from prong.layers import Explicit, Site, WhitenedLayer
 from prong.layers.layout import Layout
 from prong.projection import to_canonical
 from prong.refresh import check_between_updates, rewhiten_
-from prong.statistics import Moments
+from prong.statistics import Moments, Window
 from prong.whitening import Basis, Whitening, check_basis, check_eps, whiten
 
 Scheme = Callable[[Tensor], Any]
@@ -180,6 +180,7 @@ def _refresh(model: nn.Module, batches: Iterable[Any], eps: float, forward: Forw
     sites = whitened_sites(model)
     moments = estimate(model, batches, None, forward)
     rewhiten_(sites, moments, eps)
+    windows = {id(m): Window(m) for m in moments.values()}  # what sites share, they go on sharing
     for name, (_, site) in sites.items():
         if site.inputs is not None:  # an open window begins with what was seen here
-            site.inputs = moments[name]
+            site.inputs = windows[id(moments[name])]

@@ -15,7 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from prong.layers import FORMS, Explicit, Site, Switch, WhitenedLayer, trained_name
-from prong.whitening import Basis, check_basis
+from prong.whitening import Basis, check_basis, check_cutoff
 
 Form = Literal["implicit", "explicit"]
 Layers = str | Iterable[str] | Callable[[str, nn.Module], bool] | None
@@ -34,6 +34,8 @@ def whiten_(
     *,
     layers: Layers = None,
     basis: Basis = "pca",
+    cutoff: float = 0.0,
+    storage: torch.dtype | None = None,
     max_positions: int | None = None,
 ) -> nn.Module:
     """Make the layers of `model` whitened ones, in place; its function and parameter objects stay.
@@ -47,6 +49,10 @@ def whiten_(
         layers: which: a name, a pattern such as "encoder.*", several of them, or a predicate of (name, module).
             None takes everything that can be whitened.
         basis: "pca", "zca" or "cholesky". All give SGD the same path; elementwise optimizers differ.
+        cutoff: implicit form: treat directions of the inputs whose variance is below `cutoff * eps` as having none.
+            Gains change by at most a factor `1 + cutoff`; where few directions remain, updates cost less. 0 is exact.
+        storage: implicit form: the dtype in which the matrices are kept and multiplied, e.g. torch.bfloat16 where the
+            hardware is fast in it. None is the weight's own.
         max_positions: at most so many positions per example enter a convolution's statistics.
 
     Raises:
@@ -56,6 +62,11 @@ def whiten_(
     if form not in FORMS:
         raise ValueError(f"form is 'implicit' or 'explicit', got {form!r}")
     check_basis(basis)
+    check_cutoff(cutoff)
+    if storage is not None and not (isinstance(storage, torch.dtype) and storage.is_floating_point):
+        raise TypeError(f"storage is a floating-point torch.dtype, got {storage!r}")
+    if form == "explicit" and (cutoff or storage is not None):
+        raise ValueError('cutoff and storage are of the implicit form; form="explicit" whitens exactly')
     if max_positions is not None and max_positions < 1:
         raise ValueError(f"max_positions is at least 1, got {max_positions}")
     chosen = _choose(model, layers)
@@ -75,7 +86,8 @@ def whiten_(
         module.__class__ = kind
         assert isinstance(module, WhitenedLayer)
         module.sites, module.switch = sites, Switch()
-        module.basis, module.max_positions, module.owner = basis, max_positions, None
+        module.basis, module.cutoff, module.storage = basis, cutoff, storage
+        module.max_positions, module.owner = max_positions, None
     return model
 
 
@@ -104,7 +116,7 @@ def fold_(model: nn.Module) -> nn.Module:
                     assert parameter is not None
                     parameter.copy_(value)
         layer.__class__ = type(layer).plain  # type: ignore[assignment]
-        for name in ("sites", "switch", "basis", "max_positions", "owner"):
+        for name in ("sites", "switch", "basis", "cutoff", "storage", "max_positions", "owner"):
             del layer.__dict__[name]
     return model
 

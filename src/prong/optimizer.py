@@ -14,7 +14,7 @@ from prong.gradients import GradientSource
 from prong.initialization import Scheme, fan_in_, initialize_
 from prong.injection import Form, check_model, fold_, whiten_, whitened_layers
 from prong.refresh import OnRefresh, require_whitened
-from prong.schedule import Refresher, Source
+from prong.schedule import Period, Refresher, Source
 
 
 class PRONG(torch.optim.SGD):
@@ -37,10 +37,14 @@ class PRONG(torch.optim.SGD):
         nesterov: see `momentum`.
         weight_decay: see above.
         eps: damping of the covariances; the largest gain in any direction is 1/eps.
-        period: updates between refreshes, the paper's T.
+        period: updates between refreshes, the paper's T; or "auto": each layer when its inputs have drifted.
         samples: examples per refresh, the paper's N_s.
         form: "implicit" (default) or "explicit" (default with `plus`).
+        cutoff: treat directions with a variance below `cutoff * eps` as having none: cheaper updates, nearly the same;
+            0 is exact. See `whiten_`.
+        storage: the dtype of the matrices; see `whiten_`.
         source: where those examples come from: "window", "ema", or a loader; see `Refresher`.
+        lag: factorise in another thread while training goes on, and change coordinates so many updates later.
         plus: PRONG+: rescale by the deviation of the whitened activations after every update.
         balance: divide each layer's step by the running mean square of its output gradients: one learning rate
             fits all layers. It needs to know of loss scaling, see `loss_scale`.
@@ -61,10 +65,13 @@ class PRONG(torch.optim.SGD):
         nesterov: bool = False,
         weight_decay: float = 0.0,
         eps: float = 1e-2,
-        period: int = 1000,  # T
+        period: Period = 1000,  # T
         samples: int = 12_800,  # N_s
         form: Form | None = None,
+        cutoff: float = 0.0,
+        storage: torch.dtype | None = None,
         source: Source = "window",
+        lag: int = 0,
         plus: bool = False,
         balance: bool = False,
         gradient_whitening: GradientSource | None = None,
@@ -79,7 +86,9 @@ class PRONG(torch.optim.SGD):
         self.model = model
         whitened = [layer for _, layer in whitened_layers(model)]
         if not whitened:
-            whiten_(model, form or ("explicit" if plus else "implicit"))
+            whiten_(model, form or ("explicit" if plus else "implicit"), cutoff=cutoff, storage=storage)
+        elif cutoff or storage is not None:
+            raise ValueError("the model is whitened already: give cutoff and storage to prong.whiten_")
         elif form is not None and any(layer.form != form for layer in whitened):
             raise ValueError(f"the model is whitened already, but not in the {form} form; prong.fold_(model) first")
         try:
@@ -103,6 +112,7 @@ class PRONG(torch.optim.SGD):
                 period=period,
                 samples=samples,
                 source=source,
+                lag=lag,
                 on_refresh=on_refresh,
                 plus=plus,
                 gradients=gradients,

@@ -30,6 +30,20 @@ def times(X: Tensor, M: Tensor) -> Tensor:
         return torch.bmm(X.flatten(1, 2), M).view(*X.shape[:-1], M.shape[-1])
 
 
+def times_inverse(X: Tensor, P: Tensor, tail: float = 0.0) -> Tensor:
+    """X (Sigma + eps I)^-1 for X (groups, rows, in), in the precision P is stored in.
+
+    P is that inverse (groups, in, in); or thin (groups, in, rank) where it is `tail I - P P^T`.
+    """
+    with full_precision(X):
+        low = X.to(P.dtype)
+        if tail == 0:
+            return torch.bmm(low, P).to(X.dtype)
+        if P.dtype == X.dtype:
+            return torch.baddbmm(X, torch.bmm(X, P), P.mT, beta=tail, alpha=-1)
+        return tail * X - torch.bmm(torch.bmm(low, P), P.mT).to(X.dtype)
+
+
 def against(X: Tensor, c: Tensor) -> Tensor:
     """sum_taps X c, shape (groups, out): what a constant input c contributes."""
     with full_precision(X):
@@ -62,17 +76,20 @@ def to_canonical(V: Tensor, d: Tensor | None, whitening: Whitening) -> Pair:
     return W, b
 
 
-def natural_gradient(gW: Tensor, gb: Tensor | None, P: Tensor, c: Tensor | None) -> Pair:
+def natural_gradient(gW: Tensor, gb: Tensor | None, P: Tensor, c: Tensor | None, tail: float = 0.0) -> Pair:
     """The canonical image (nW, nb) of the gradient in whitened coordinates.
 
     A step -(gV, gd) on (V, d) is the step -(nW, nb) on (W, b), with P = U^T U and
 
         nW = (gW - gb c^T) P        nb = gb - nW c
+
+    P is as `times_inverse` takes it.
     """
-    if gb is None or c is None:
-        return times(gW, P), gb
-    nW = times(gW - outer(gb, c), P)
-    return nW, gb - against(nW, c)
+    centre = None if gb is None else c
+    if centre is not None and gb is not None:
+        gW = gW - outer(gb, centre)
+    nW = times_inverse(gW.flatten(1, 2), P, tail).view(gW.shape)
+    return nW, gb if centre is None or gb is None else gb - against(nW, centre)
 
 
 @dataclass(frozen=True)

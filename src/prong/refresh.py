@@ -17,7 +17,7 @@ from prong.precision import accumulation_dtype
 from prong.projection import Transition
 from prong.statistics import Moments
 from prong.transport import Update, plan_gradients, plan_parameters, plan_state, reset_state, transports_of
-from prong.whitening import Whitening, WhiteningError, check_eps, whiten
+from prong.whitening import Basis, Whitening, WhiteningError, check_eps, whiten, whiten_together
 
 OnRefresh = Literal["transport", "reset"]
 
@@ -91,7 +91,6 @@ def check_between_updates() -> None:
         raise RuntimeError("a refresh during a backward pass would mix two coordinate systems; refresh between updates")
 
 
-@torch.inference_mode(False)
 def rewhiten_(
     sites: Mapping[str, tuple[WhitenedLayer, Site]],
     moments: Mapping[str, Moments],
@@ -100,14 +99,27 @@ def rewhiten_(
     on_refresh: OnRefresh = "transport",
 ) -> None:
     """Give sites the whitening of these moments. Sites without samples keep the one they have."""
+    new = whitenings_of(sites, moments, eps)
+    assign_({name: (*sites[name], whitening) for name, whitening in new.items()}, optimizer, on_refresh)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def whitenings_of(
+    sites: Mapping[str, tuple[WhitenedLayer, Site]], moments: Mapping[str, Moments], eps: float
+) -> dict[str, Whitening]:
+    """The whitenings of these moments, by site; nothing is changed. A site whose factorisation fails is left out."""
     seen = {name: m for name, m in moments.items() if m.count > 0}
     if not seen:
         raise ValueError("no whitened layer saw any input; did the model run on the batches?")
     new: dict[str, Whitening] = {}
+    known = _whiten_batched([_request(sites[name], m, eps) for name, m in seen.items()])
     for name, m in seen.items():
-        layer, site = sites[name]
+        request = _request(sites[name], m, eps)
         try:
-            new[name] = whiten(m, eps, layer.basis if isinstance(layer, Explicit) else None, layer.centred(site))
+            if request not in known:
+                known[request] = whiten(*request)
+            new[name] = known[request]
         except WhiteningError as error:
             warnings.warn(f"layer {name!r} keeps its last whitening: {error}", stacklevel=3)
         except (ValueError, FloatingPointError) as error:
@@ -115,8 +127,29 @@ def rewhiten_(
         else:
             if new[name].eps != eps:
                 warnings.warn(f"layer {name!r}: damping was raised from {eps:g} to {new[name].eps:g}", stacklevel=3)
-    chosen = {name: (*sites[name], whitening) for name, whitening in new.items()}
-    assign_(chosen, optimizer, on_refresh)
+    return new
+
+
+Request = tuple[Moments, float, Basis | None, bool, float]  # the arguments of `whiten`
+
+
+def _request(place: tuple[WhitenedLayer, Site], moments: Moments, eps: float) -> Request:
+    layer, site = place
+    basis = layer.basis if isinstance(layer, Explicit) else None
+    return moments, eps, basis, layer.centred(site), layer.cutoff
+
+
+def _whiten_batched(requests: Iterable[Request]) -> dict[Request, Whitening]:
+    """What can be factorised together. Sites that share their statistics make one request."""
+    alike: dict[Any, list[Request]] = {}
+    for request in dict.fromkeys(requests):
+        mean = request[0].mean
+        alike.setdefault((mean.shape[1], mean.dtype, mean.device, *request[1:]), []).append(request)
+    known: dict[Request, Whitening] = {}
+    for group in alike.values():
+        together = whiten_together([request[0] for request in group], *group[0][1:])
+        known |= dict(zip(group, together or [], strict=False))
+    return known
 
 
 @torch.inference_mode(False)
@@ -160,9 +193,12 @@ def assign_(
             updates += plan_gradients(layer, site, transition)
     for target, value in updates:
         target.copy_(value)
+    stored: dict[Any, Whitening] = {}
     for layer, site, new in whitenings.values():
-        weight, _ = layer.pair(site)
-        site.whitening = new.map(lambda x, dtype=weight.dtype: x.to(dtype))  # type: ignore[misc]
+        key = (id(new), layer)
+        if key not in stored:
+            stored[key] = layer.stored(site, new)
+        site.whitening = stored[key]
     if optimizer is not None:
         for layer, site in resets:
             reset_state(optimizer, layer, site)

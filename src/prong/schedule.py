@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from prong.background import Background
 from prong.checkpoint import check_site_state, restore_site, site_state
+from prong.drift import EVERY, TOLERANCE, Drift
 from prong.estimation import as_batches, estimate
 from prong.gradient_whitening import GradientWhitening
 from prong.injection import check_model
 from prong.layers import Explicit, Implicit, WhitenedLayer
 from prong.plus import rescale_
 from prong.precision import accumulation_dtype
-from prong.refresh import OnRefresh, assign_, check_between_updates, check_count, require_whitened, rewhiten_
-from prong.statistics import MeanSquare
+from prong.refresh import OnRefresh, assign_, check_between_updates, check_count, require_whitened, whitenings_of
+from prong.statistics import MeanSquare, Moments
 from prong.transport import transports_of, warn_unknown
 from prong.whitening import Whitening, check_eps
 
 Source = Literal["window", "ema"] | Iterable[Any]
-SETTINGS = ("eps", "period", "samples")
+Period = int | Literal["auto"]
+SETTINGS = ("eps", "period", "samples", "lag")
 
 
 class Refresher:
@@ -38,12 +43,14 @@ class Refresher:
         model: a model with whitened layers (`whiten_`).
         optimizer: the optimizer that trains it.
         eps: damping.
-        period: updates between refreshes, the paper's T.
+        period: updates between refreshes, the paper's T; or "auto": a layer is refreshed when its inputs have drifted
+            (`prong.drift`), each on its own, once the first refreshes have been made.
         samples: examples per refresh, the paper's N_s. Rows count for linear layers and attention (tokens), images
             for convolutions.
         source: "window": the forwards in training mode just before a refresh (where refreshes are closer than a window
             is long, older ones fade); "ema": all forwards, forgotten at a rate that leaves `samples`; or an iterable of
             batches (a loader) to run the model on, as the paper does.
+        lag: factorise in another thread, and change coordinates so many updates later; 0 does both at once.
         on_refresh: "transport" the optimizer's momentum exactly, or "reset" it, as the paper did.
         plus: PRONG+: after each update, rescale by the standard deviation of the whitened activations.
         gradients: whitening of gradients, if wanted.
@@ -55,16 +62,21 @@ class Refresher:
         optimizer: Optimizer,
         *,
         eps: float = 1e-2,
-        period: int = 1000,  # T
+        period: Period = 1000,  # T
         samples: int = 12_800,  # N_s
         source: Source = "window",
+        lag: int = 0,
         on_refresh: OnRefresh = "transport",
         plus: bool = False,
         gradients: GradientWhitening | None = None,
     ) -> None:
         check_model(model)
         check_eps(eps)
-        check_count("period", period, 1)
+        if period != "auto":
+            check_count("period", period, 1)
+        elif plus:
+            raise ValueError("PRONG+ rescales at every update, which hides drift; give it a period in updates")
+        check_count("lag", lag, 0)
         check_count("samples", samples, 2)
         if isinstance(source, str) and source not in ("window", "ema"):
             raise ValueError(f"source is 'window', 'ema' or the loader itself, got {source!r}")
@@ -78,11 +90,13 @@ class Refresher:
         self._check_optimizer(optimizer, plus)
         self.model, self.optimizer = model, optimizer
         self.eps, self.period, self.samples = eps, period, samples
-        self.source, self.on_refresh, self.plus = source, on_refresh, plus
+        self.source, self.lag, self.on_refresh, self.plus = source, lag, on_refresh, plus
         self.gradients = gradients
         self.updates = 0
         self._window_start = dict.fromkeys(self.sites, 0)
         self._rates: dict[str, float] = {}  # examples per update, learnt from the last window
+        self._drifted: set[str] = set()
+        self._pending: Background[dict[str, Whitening]] = Background()
         if transports_of(optimizer) is None and on_refresh == "transport":
             warn_unknown(optimizer)
         if not isinstance(source, str):
@@ -99,21 +113,20 @@ class Refresher:
     def refresh(self, batches: Iterable[Any] | None = None) -> None:
         """Refresh now, from `batches`, the loader, or what the windows hold."""
         check_between_updates()
-        batches = self.source if batches is None else batches
-        if isinstance(batches, str):
-            self._refresh_from_windows()
+        self._pending.drop()
+        source = self.source if batches is None else batches
+        if isinstance(source, str):
+            self._refresh_from_windows(list(self.sites), lag=0)
             self._open_windows()
         else:
-            moments = estimate(self.model, batches, self.samples)
-            rewhiten_(self.sites, moments, self.eps, self.optimizer, self.on_refresh)
-        for _, site in self.sites.values():
-            if site.spread is not None:
-                site.spread.take()  # measured in the old coordinates
+            self._change(whitenings_of(self.sites, estimate(self.model, source, self.samples), self.eps))
 
-    def next_refresh(self) -> int:
-        """The update after which the next refresh comes."""
+    def next_refresh(self) -> int | None:
+        """The update after which the next refresh comes; None if that depends on drift."""
         now = self.updates + 1
         doubling = 1 << (now - 1).bit_length()
+        if self.period == "auto":
+            return doubling if any(doubling <= self._first_updates(name) for name in self.sites) else None
         return min(doubling, self.period) if now <= self.period else -(-now // self.period) * self.period
 
     def detach(self) -> None:
@@ -122,8 +135,17 @@ class Refresher:
         if self.gradients is not None:
             self.gradients.detach()
         for layer, site in self.sites.values():
-            site.inputs = site.spread = site.outputs = None
+            site.inputs = site.spread = site.outputs = site.drift = None
             layer.owner = None
+        self._pending.drop()
+
+    def undo(self) -> None:
+        """Take back what was gathered since the last update. Layers call it when a forward fails."""
+        for _, site in self.sites.values():
+            if site.inputs is not None:
+                site.inputs.undo()
+            if site.spread is not None:
+                site.spread.take()
 
     def release(self) -> None:
         """Detach, with the parameters and the optimizer's state back in canonical coordinates. `fold_` calls it."""
@@ -146,6 +168,11 @@ class Refresher:
             "layers": {name: site_state(layer, site) for name, (layer, site) in self.sites.items()},
             "window_start": dict(self._window_start),
             "rates": dict(self._rates),
+            "drifted": sorted(self._drifted),
+            "drift": {
+                name: site.drift.state_dict() for name, (_, site) in self.sites.items() if site.drift is not None
+            },
+            "pending": self._pending_state(),
         }
         return state if self.gradients is None else {**state, "gradients": self.gradients.state_dict()}
 
@@ -161,8 +188,24 @@ class Refresher:
         self.updates = int(state["updates"])
         vars(self).update(state["settings"])
         self._window_start, self._rates = dict(state["window_start"]), dict(state["rates"])
+        self._drifted = set(state["drifted"])
+        for name, (layer, site) in self.sites.items():
+            drift, device = state["drift"].get(name), layer.pair(site)[0].device
+            site.drift = None if drift is None else Drift()
+            if site.drift is not None:
+                site.drift.load_state_dict(drift, device)
+        self._pending.drop()
+        if state["pending"] is not None:
+            held = {name: Whitening(**w) for name, w in state["pending"]["whitenings"].items()}
+            self._pending.put(held, int(state["pending"]["due"]))
         if self.gradients is not None:
             self.gradients.load_state_dict(state["gradients"])
+
+    def _pending_state(self) -> dict[str, Any] | None:
+        held = self._pending.peek()
+        if held is None:
+            return None
+        return {"due": self._pending.due, "whitenings": {name: dict(w.items()) for name, w in held.items()}}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Refuse a state that is not of this model and kind of training, or a model that was folded since."""
@@ -218,25 +261,70 @@ class Refresher:
         if plus and any(layer.basis != "pca" for layer in layers):
             raise ValueError('PRONG+ rescales principal directions and needs basis="pca"')
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, *unused: Any) -> None:
         if self.gradients is not None:
             self.gradients.restore()
         found_inf = getattr(self.optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf) > 0:  # a fused step that GradScaler skipped
             return
-        due = self.next_refresh() == self.updates + 1
+        for _, site in self.sites.values():
+            if site.inputs is not None:
+                site.inputs.settle()
+        scheduled = self.next_refresh() == self.updates + 1
         self.updates += 1
+        self._note_drift()
+        if self._pending.due is not None and self.updates >= self._pending.due:
+            self._change(self._pending.take())
+        due = self._due(scheduled)
         if due:
-            self.refresh()
-            return
-        if self.plus:
+            self._refresh(due)
+        elif self.plus:
             rescale_(self.sites, self.optimizer)
         if isinstance(self.source, str):
             self._open_windows()
 
-    def _refresh_from_windows(self) -> None:
-        """Refresh the sites that saw enough; the windows of the others stay open."""
-        windows = {name: site.inputs for name, (_, site) in self.sites.items() if site.inputs is not None}
+    def _due(self, scheduled: bool) -> list[str]:
+        """The sites to refresh after this update, which the schedule names or not."""
+        if self.period != "auto":
+            return list(self.sites) if scheduled else []
+        windows = isinstance(self.source, str)
+        due = []
+        for name, (_, site) in self.sites.items():
+            full = not windows or (site.inputs is not None and site.inputs.examples >= self.samples)
+            first = windows and self.updates <= self._first_updates(name)
+            if scheduled if first else name in self._drifted and full:
+                due.append(name)
+        return due
+
+    def _first_updates(self, name: str) -> int:
+        """With an automatic period: refresh at powers of two up to this update, the first to fill a window."""
+        rate = self._rates.get(name)
+        return sys.maxsize if rate is None else 1 << (math.ceil(self.samples / rate) - 1).bit_length()
+
+    def _note_drift(self) -> None:
+        """See which layers have drifted, and let them listen when the next measurement is due."""
+        if self.period != "auto":
+            return
+        for name, (_, site) in self.sites.items():
+            if site.drift is None:
+                continue
+            if site.drift.listening and site.drift.value() > TOLERANCE:
+                self._drifted.add(name)
+            site.drift.listening = (self.updates + 1) % EVERY == 0 and name not in self._drifted
+
+    def _refresh(self, names: list[str]) -> None:
+        """Refresh these sites, at once or with the lag."""
+        if self._pending.due is not None:  # refreshes closer than the lag
+            self._change(self._pending.take())
+        if isinstance(self.source, str):
+            self._refresh_from_windows(names, self.lag)
+            return
+        moments = estimate(self.model, self.source, self.samples)
+        self._whiten({name: moments[name] for name in names}, self.lag)
+
+    def _refresh_from_windows(self, names: list[str], lag: int) -> None:
+        """Refresh those of these sites that saw enough; the windows of the others stay open."""
+        windows = {name: w.moments for name in names if (w := self.sites[name][1].inputs) is not None}
         ready = {name: moments for name, moments in windows.items() if moments.count >= 2}
         if not ready:
             warnings.warn(
@@ -245,48 +333,70 @@ class Refresher:
                 stacklevel=3,
             )
             return
-        rewhiten_(self.sites, ready, self.eps, self.optimizer, self.on_refresh)
-        for name in ready:
-            self._close_window(name)
+        if lag > 0:  # windows may go on with theirs
+            copies = {id(m): m.to(m.mean) for m in ready.values()}
+            ready = {name: copies[id(m)] for name, m in ready.items()}
+        self._whiten(ready, lag)
+        self._drifted -= set(ready)
+        self._close_windows(ready)
 
-    def _close_window(self, name: str) -> None:
-        """Begin the next window: empty, or with what is still recent where the next one overlaps this one."""
-        _, site = self.sites[name]
-        if self.gradients is not None:
-            self.gradients.close(name)
-        length = self.updates - self._window_start[name]
-        if length > 0 and site.examples > 0:
-            self._rates[name] = site.examples / length
-        if self.source == "window" and not self._window_is_due(name):
-            site.inputs = None
+    def _whiten(self, moments: dict[str, Moments], lag: int) -> None:
+        compute = partial(whitenings_of, self.sites, moments, self.eps)
+        if lag == 0:
+            self._change(compute())
         else:
-            self._forget(name)
-        site.examples = 0.0
-        self._window_start[name] = self.updates
+            self._pending.start(compute, self.updates + lag)
+
+    def _change(self, new: dict[str, Whitening]) -> None:
+        """Go over to new coordinates."""
+        whitenings = {name: (*self.sites[name], whitening) for name, whitening in new.items()}
+        assign_(whitenings, self.optimizer, self.on_refresh)
+        for name in new:
+            self.sites[name][1].drift = Drift() if self.period == "auto" else None
+            self._drifted.discard(name)
+        for _, site in self.sites.values():
+            if site.spread is not None:
+                site.spread.take()  # measured in the old coordinates
+
+    def _close_windows(self, names: Iterable[str]) -> None:
+        """Begin the next windows: empty, or with what is still recent where the next one overlaps this one."""
+        for name in names:
+            _, site = self.sites[name]
+            if self.gradients is not None:
+                self.gradients.close(name)
+            length = self.updates - self._window_start[name]
+            if length > 0 and site.inputs is not None and site.inputs.examples > 0:
+                self._rates[name] = site.inputs.examples / length
+        for name in names:
+            _, site = self.sites[name]
+            if self.source == "window" and not self._window_is_due(name):
+                site.inputs = None
+            elif site.inputs is not None:
+                site.inputs.forget(self.samples)
+            self._window_start[name] = self.updates
 
     def _window_is_due(self, name: str) -> bool:
         """Whether a window of `samples` examples that ends at the next refresh has begun."""
         rate = self._rates.get(name)
-        return rate is None or math.ceil(self.samples / rate) >= self.next_refresh() - self.updates
+        if rate is None:
+            return True
+        if self.period == "auto" and self.updates >= self._first_updates(name):
+            return name in self._drifted
+        coming = self.next_refresh()
+        assert coming is not None
+        return math.ceil(self.samples / rate) >= coming - self.updates
 
     def _open_windows(self) -> None:
         for name, (layer, site) in self.sites.items():
             if not layer.pair(site)[0].requires_grad:
                 continue  # nothing would use the whitening of a frozen layer
             if site.inputs is None and (self.source == "ema" or self._window_is_due(name)):
-                site.inputs = site.new_moments(layer.pair(site)[0])
+                site.inputs = site.new_window(layer.pair(site)[0])
                 self._window_start[name] = self.updates
             if site.inputs is not None and self.gradients is not None:
                 self.gradients.open(name)
-            if self.source == "ema" and site.examples > 0:
-                self._forget(name)
-                site.examples = 0.0
-
-    def _forget(self, name: str) -> None:
-        """Let older samples fade as new ones come, so that about `samples` of them count."""
-        _, site = self.sites[name]
-        if site.inputs is not None:
-            site.inputs.decay(max(0.0, 1 - site.examples / self.samples))
+            if site.inputs is not None and self.source == "ema":
+                site.inputs.forget(self.samples)
 
 
 def _identity(groups: int, features: int, like: Tensor) -> Whitening:

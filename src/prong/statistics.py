@@ -91,11 +91,23 @@ class Moments:
             self._dense.mul_(weight)
         self._factors = [factor * math.sqrt(weight) for factor in self._factors]
 
+    def empty(self) -> Moments:
+        """Moments of the same kind that have seen nothing."""
+        return Moments(self.mean.shape[0], self.mean.shape[1], self.mean.dtype, self.mean.device)
+
+    def to(self, like: Tensor) -> Moments:
+        """A copy on the device and in the precision for inputs like this tensor."""
+        copy = Moments(self.mean.shape[0], self.mean.shape[1], like.dtype, like.device)
+        copy.load_state_dict(self.state_dict())
+        return copy
+
     @property
     def factor(self) -> Tensor | None:
         """The thin factor of the scatter, or None once there are as many rows as inputs."""
         if self._dense is not None:
             return None
+        if len(self._factors) == 1:
+            return self._factors[0]
         nothing = self.mean.new_zeros(self.mean.shape[0], 0, self.mean.shape[1])
         return torch.cat([nothing, *self._factors], dim=1)
 
@@ -108,6 +120,10 @@ class Moments:
         assert factor is not None
         with full_precision(factor):
             return factor.mT @ factor
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors held."""
+        return [self.mean, *self._factors, *([] if self._dense is None else [self._dense])]
 
     def covariance(self, centred: bool = True) -> Tensor:
         """Sigma = E[(h-c)(h-c)^T] with c the mean, or E[h h^T] (c = 0) when not centred."""
@@ -144,9 +160,10 @@ class Moments:
         if self._dense is None and scatter is None and held < self.mean.shape[1]:
             self._factors.extend(parts)
         else:
+            # In one product: a pass over the scatter costs as much as a few hundred rows, and it does not matter then
+            # how a saved state had joined its parts.
+            parts = [torch.cat([*self._factors, *parts], dim=1)] if self._factors or parts else []
             if self._dense is None:
-                # In one product, so that it does not matter how a saved state had joined its parts.
-                parts = [torch.cat([*self._factors, *parts], dim=1)] if self._factors or parts else []
                 self._dense = self.mean.new_zeros(*self.mean.shape, self.mean.shape[1])
                 self._factors = []
             for part in parts:
@@ -155,6 +172,67 @@ class Moments:
                 self._dense.add_(scatter)
         self.mean = self.mean + delta * (count / total)
         self.count = total
+
+
+class Window:
+    """Moments of a layer's inputs, of which those of the update under way can be taken back.
+
+    Attributes:
+        examples: how many examples were seen since the window opened, or since `forget`.
+    """
+
+    def __init__(self, settled: Moments, examples: float = 0.0) -> None:
+        self.examples = examples
+        self._settled = settled
+        self._fresh = settled.empty()
+        self._fresh_examples = 0
+
+    def add(self, rows: Tensor, zeros: float, examples: int) -> None:
+        """Add a batch of rows (groups, rows, in) and rows of zeros; raises as `Moments.add` does."""
+        self._fresh.add(rows)
+        self._fresh.add_zeros(zeros)
+        self._fresh_examples += examples
+
+    def undo(self) -> None:
+        """Take back what was added since `settle`."""
+        self._fresh, self._fresh_examples = self._settled.empty(), 0
+
+    def settle(self) -> None:
+        """Keep what was added."""
+        if self._fresh.count > 0:
+            self._settled.merge(self._fresh)
+        self.examples += self._fresh_examples
+        self.undo()
+
+    def forget(self, samples: float) -> None:
+        """Let older samples fade as new ones come, so that about `samples` examples count."""
+        self._settled.decay(max(0.0, 1 - self.examples / samples))
+        self.examples = 0.0
+
+    @property
+    def moments(self) -> Moments:
+        """The moments of everything added."""
+        self.settle()
+        return self._settled
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was added yet."""
+        return self._settled.count == self._fresh.count == 0
+
+    def to(self, like: Tensor) -> Window:
+        """A copy on the device and in the precision for inputs like this tensor."""
+        return Window(self.moments.to(like), self.examples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as tensors and numbers."""
+        return {**self.moments.state_dict(), "examples": self.examples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave."""
+        self.undo()
+        self._settled.load_state_dict(state)
+        self.examples = float(state["examples"])
 
 
 class MeanSquare:
@@ -169,8 +247,27 @@ class MeanSquare:
         self.total = squares if self.total is None else self.total + squares
         self.count += count
 
+    def mean(self) -> Tensor | None:
+        """The mean square, or None if there was nothing."""
+        return None if self.total is None or self.count == 0 else self.total / self.count
+
     def take(self) -> Tensor | None:
         """The mean square since the last call, or None if there was nothing."""
-        mean = None if self.total is None or self.count == 0 else self.total / self.count
+        mean = self.mean()
         self.total, self.count = None, 0.0
         return mean
+
+    def decay(self, weight: float) -> None:
+        """Let everything seen so far count `weight` times as much."""
+        if self.total is not None:
+            self.total = self.total * weight
+        self.count *= weight
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as a tensor and a number."""
+        return {"total": self.total, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Continue from what `state_dict` gave."""
+        self.total = None if state["total"] is None else state["total"].to(device)
+        self.count = float(state["count"])

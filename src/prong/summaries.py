@@ -84,7 +84,7 @@ def _whitened_row(name: str, layer: WhitenedLayer, parameters: int) -> Row:
         held = [] if site.whitening is None else [x for _, x in site.whitening.items()]
         if site.inputs is not None:
             open_window = True
-            held += site.inputs.state_dict().values()
+            held += site.inputs.moments.tensors()
         tensors |= {id(x): x for x in held if isinstance(x, torch.Tensor)}
     groups, features = layer.sites[0].layout.groups, [site.layout.features for site in layer.sites]
     size = "/".join(map(str, dict.fromkeys(features))) + (f" x {groups} groups" if groups > 1 else "")

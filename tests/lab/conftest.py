@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 from tests.lab.digits import contents, write_files
+from tests.lab.tiny import tiny_autoencoder
 
 
 @pytest.fixture
@@ -22,7 +22,5 @@ def mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def small_autoencoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands train a small model instead of the paper's."""
 
-    def small() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(784, 5), nn.Sigmoid(), nn.Linear(5, 784))
-
-    monkeypatch.setattr("prong.lab.methods.autoencoder", small)
+    for command in ("demo", "race"):
+        monkeypatch.setattr(f"prong.lab.{command}.autoencoder", tiny_autoencoder)

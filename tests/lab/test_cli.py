@@ -44,26 +44,31 @@ def test_help_lists_the_commands_with_examples(capsys: pytest.CaptureFixture[str
     assert all(name in shown for name in BENCH.members) and "examples:\n  prong bench step-cost" in shown
 
 
-@pytest.mark.parametrize("name", BENCH.members)
+def commands() -> dict[str, Command]:
+    """All of them, by what is typed."""
+    bench = {f"bench {name}": command for name, command in BENCH.members.items()}
+    return {name: c for name, c in {**PRONG.members, **bench}.items() if isinstance(c, Command)}
+
+
+@pytest.mark.parametrize("name", commands())
 def test_every_command_explains_its_options_and_shows_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = BENCH.members[name]
-    assert isinstance(command, Command)
-    shown = printed(capsys, "bench", name, "--help")
-    assert f"usage: prong bench {name}" in shown and "Args:" not in shown
+    command = commands()[name]
+    shown = printed(capsys, *name.split(), "--help")
+    assert f"usage: prong {name}" in shown and "Args:" not in shown
     assert all(f"  {example}\n" in shown for example in command.examples)
     for option in inspect.signature(command.load()).parameters:
         assert f"--{option.replace('_', '-')}" in shown
 
 
-@pytest.mark.parametrize("name", BENCH.members)
+@pytest.mark.parametrize("name", commands())
 def test_examples_are_commands_that_parse(name: str) -> None:
-    command = BENCH.members[name]
-    assert isinstance(command, Command)
-    for example in command.examples:
-        program, group, called, *options = shlex.split(example)
-        assert (program, group, called) == ("prong", "bench", name)
-        given = functools.wraps(command.load())(lambda **options: options)
-        assert tyro.cli(given, args=options).keys() == inspect.signature(command.load()).parameters.keys()
+    function = commands()[name].load()
+    for example in commands()[name].examples:
+        called, _, options = example.partition(" --")
+        assert called == f"prong {name}"
+        given = functools.wraps(function)(lambda **options: options)
+        words = shlex.split(f"--{options}") if options else []
+        assert tyro.cli(given, args=words).keys() == inspect.signature(function).parameters.keys()
 
 
 def test_arguments_reach_the_function(monkeypatch: pytest.MonkeyPatch) -> None:

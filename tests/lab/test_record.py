@@ -6,6 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import optuna
 import pytest
 import torch
 
@@ -50,6 +51,12 @@ def test_a_record_has_versions_and_threads_and_can_be_read_back(tmp_path: Path) 
     assert record["prong"] == prong.__version__
     assert record["environment"] == environment()
     assert record["environment"]["threads"] == torch.get_num_threads()
+    assert record["environment"]["optuna"] == optuna.__version__
+
+
+def test_a_package_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prong.lab.record.PACKAGES", ("no-such-package",))
+    assert environment()["no-such-package"] is None
 
 
 def test_numbers_that_json_does_not_have_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim import SGD
 
 import prong
+from prong.lab.methods import METHODS, Schedule, Together
 from prong.lab.training import Divergence, Plan, Row, Run, minibatches, squared_error, step, train
 from tests.lab.digits import small_digits
 
@@ -85,7 +87,7 @@ def test_evaluation_does_not_enter_the_statistics_of_prong() -> None:
     prong.PRONG(model, 1e-5)
     squared_error(model, DIGITS.test)
     assert model.training
-    assert all(site.inputs.count == 0 for layer in model[::2] for site in layer.sites)
+    assert all(site.inputs.moments.count == 0 for layer in model[::2] for site in layer.sites)
 
 
 def test_the_rate_warms_up_stays_and_decays() -> None:
@@ -97,6 +99,49 @@ def test_a_run_shorter_than_the_warm_up_has_rates_above_zero() -> None:
     plan = Plan(updates=6)
     assert all(0 < plan.rate(u) < 1 for u in range(6))
     assert plan.evaluation_points() == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_without_decay_the_rate_stays() -> None:
+    plan = Plan(updates=200, warm_up=50, decay=False)
+    assert [plan.rate(u) for u in (0, 24, 49, 150, 5000)] == [0.02, 0.5, 1, 1, 1]
+
+
+def test_every_group_gets_its_own_rate_times_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+    halves = (SGD(model[0].parameters(), 1e-3), SGD(model[2].parameters(), 1e-2))
+    seen: list[list[float]] = []
+    watched = Together(*halves)
+    halves[1].register_step_post_hook(lambda *_: seen.append([group["lr"] for group in watched.param_groups]))
+    train(model, watched, DIGITS, PLAN)
+    assert seen == [[1e-3 * PLAN.rate(u), 1e-2 * PLAN.rate(u)] for u in range(PLAN.updates)]
+
+
+@pytest.mark.parametrize("method", ["Muon", "SOAP", "Adam, whitened coordinates"])
+def test_whatever_trains_is_trained(method: str) -> None:
+    model = small_model()
+    run = train(model, METHODS[method].make(model, {"lr": 1e-3, "eps": 0.1}, Schedule()), DIGITS, PLAN)
+    assert run.failure is None and run.rows[-1].train_error < run.rows[0].train_error
+
+
+def test_training_ends_where_the_error_is_reached() -> None:
+    whole = run_sgd()
+    until = whole.rows[2].train_error
+    assert errors(run_sgd(plan=replace(PLAN, until=until))) == errors(whole)[:3]
+    assert len(run_sgd(plan=replace(PLAN, until=1000.0)).rows) == 1, "already there: not one update"
+    assert whole.reaching(until) == whole.rows[2] and whole.reaching(until / 100) is None
+
+
+def test_the_first_error_is_the_largest_possible_where_none_was_measured() -> None:
+    assert Run([Row(0, 0.0, 5.0, 6.0), Row(1, 0.1, 4.0, 5.0)]).first_error == 5
+    assert Run([], "diverged").first_error == 784
+
+
+def test_errors_are_those_of_evaluation_mode() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(784, 6), nn.BatchNorm1d(6), nn.Sigmoid(), nn.Linear(6, 784))
+    assert squared_error(model, DIGITS.test) == pytest.approx(squared_error(model, DIGITS.test.flip(0)), rel=1e-5)
+    assert squared_error(model, DIGITS.test[:1]) > 0, "no statistics of the batch are needed"
+    assert model[1].num_batches_tracked == 0 and model.training
 
 
 def test_an_epoch_shows_every_example_once_and_the_next_another_order() -> None:
@@ -124,6 +169,18 @@ def test_divergence_met_first_by_the_statistics_of_prong_is_reported_too() -> No
     model = nn.Sequential(nn.Linear(784, 6), nn.Linear(6, 784))
     run = train(model, prong.PRONG(model, 1e30), DIGITS, PLAN)
     assert run.failure is not None and run.failure.startswith("diverged at update ")
+
+
+def test_a_factorisation_that_fails_is_a_divergence() -> None:
+    model = small_model()
+    optimizer = SGD(model.parameters(), 1e-3)
+
+    def fail(*_: object) -> None:
+        torch.linalg.cholesky(torch.full((2, 2), torch.nan))
+
+    optimizer.register_step_pre_hook(fail)
+    run = train(model, optimizer, DIGITS, PLAN)
+    assert run.failure is not None and run.failure.startswith("diverged at update 1: linalg.cholesky")
 
 
 def test_a_loss_that_is_not_finite_makes_no_update() -> None:

@@ -7,12 +7,15 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import prong
+
+PACKAGES = ("optuna", "pytorch_optimizer")  # on which searches and peers depend
 
 
 def provenance() -> dict[str, Any]:
@@ -25,10 +28,18 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **{name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # of the lab, which is an extra
+        return None
 
 
 def commit(folder: Path) -> str | None:
@@ -54,11 +65,15 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
     unfinished.replace(path)
 
 
+class ForeignRecordError(ValueError):
+    """A file that is not the record to go on with."""
+
+
 def resume(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The record to go on with: the one at `path`, or a new one. Its `sessions` tell who worked on it, this one last.
 
     Raises:
-        ValueError: the file is of another configuration, or no record at all.
+        ForeignRecordError: the file is of another configuration, or no record at all.
     """
     wanted = json.loads(json.dumps(config))  # as it will be read back: tuples are lists
     record: Any = {"config": wanted, "sessions": []}
@@ -66,7 +81,7 @@ def resume(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         try:
             record = json.loads(path.read_text())
         except ValueError as error:
-            raise ValueError(f"{path} is not a record: {error}. Move it away, or name another file.") from error
+            raise ForeignRecordError(f"{path} is not a record: {error}. Move it away, or name another file.") from error
         _check_config(path, record, wanted)
     record["sessions"].append(provenance())
     return dict(record)
@@ -76,6 +91,8 @@ def _check_config(path: Path, record: Any, wanted: Mapping[str, Any]) -> None:
     found = record.get("config") if isinstance(record, dict) and "sessions" in record else None
     if found == wanted:
         return
-    differences = [n for n in wanted if found.get(n) != wanted[n]] if isinstance(found, dict) else []
+    differences = (
+        sorted(n for n in {**found, **wanted} if found.get(n) != wanted.get(n)) if isinstance(found, dict) else []
+    )
     named = f" ({', '.join(differences)})" if differences else ""
-    raise ValueError(f"{path} is of another configuration{named}. Move it away, or name another file.")
+    raise ForeignRecordError(f"{path} is of another configuration{named}. Move it away, or name another file.")

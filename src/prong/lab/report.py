@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -16,6 +18,7 @@ from matplotlib.ticker import ScalarFormatter
 from rich.table import Table
 
 from prong.lab.methods import Settings
+from prong.lab.standings import Ratio, Standing, ratios
 from prong.lab.training import Row, Run
 
 NONE = "-"
@@ -50,14 +53,10 @@ class Outcome:
         """The last row measured within so many seconds of training."""
         return next((row for row in reversed(self.run.rows) if row.seconds <= seconds), None)
 
-    def reaching(self, error: float) -> Row | None:
-        """The first row with a training error no larger than this."""
-        return next((row for row in self.run.rows if row.train_error <= error), None)
-
 
 def describe(settings: Settings) -> str:
     """Settings as text: `lr 0.001, eps 0.01`."""
-    return ", ".join(f"{name} {value:g}" for name, value in settings.items())
+    return ", ".join(f"{name} {value:.3g}" for name, value in settings.items())
 
 
 def equal_seconds(outcomes: Sequence[Outcome]) -> float:
@@ -109,40 +108,124 @@ def _errors(row: Row | None) -> str:
 
 
 def _reach(outcome: Outcome, target: float) -> str:
-    row = outcome.reaching(target)
+    row = outcome.run.reaching(target)
     return NONE if row is None else f"{row.update} updates\n{row.seconds:.1f} s"
 
 
+def race_table(field: Sequence[Standing], thresholds: Sequence[float]) -> Table:
+    """One line per contestant: cost, and seconds and updates to every threshold, median and each seed."""
+    table = Table(
+        title="to a squared error per digit of at most ..., on the training set",
+        caption="Seconds are median updates at the measured cost of one, with what comes before the first. "
+        "Below: median updates, and those of each seed.",
+    )
+    table.add_column("method and settings", no_wrap=True)
+    table.add_column("ms per\nupdate", justify="right")
+    table.add_column("seconds\nbefore", justify="right")
+    for threshold in thresholds:
+        table.add_column(f"{threshold:g}", justify="right")
+    for standing in field:
+        name = f"[bold]{standing.contestant.name}[/bold]"
+        if standing.failure is not None:
+            table.add_row(f"{name}\nfailed", *[NONE] * (2 + len(thresholds)))
+        else:
+            costs = f"{standing.pace.milliseconds:.1f}", f"{standing.cost(0):.1f}"
+            cells = [_threshold(standing, threshold) for threshold in thresholds]
+            table.add_row(f"{name}\n{describe(standing.settings or {})}", *costs, *cells)
+        table.add_section()
+    return table
+
+
+def _threshold(standing: Standing, threshold: float) -> str:
+    updates = standing.updates(threshold)
+    median = f"{standing.seconds(threshold):.1f} s\n{updates:g}" if math.isfinite(updates) else f"{NONE}\n{NONE}"
+    each = " ".join(NONE if row is None else str(row.update) for row in standing.reaching(threshold))
+    return f"{median}\n[dim]{each}[/dim]"
+
+
+def ratio_table(field: Sequence[Standing], thresholds: Sequence[float]) -> Table:
+    """How many times as much others needed as our best, who is named too."""
+    table = Table(
+        title="times as much as our best",
+        caption="'>': not reached; what they had when they were stopped, over what our best needed.",
+    )
+    table.add_column("against", no_wrap=True)
+    for threshold in thresholds:
+        table.add_column(f"{threshold:g}", justify="right")
+    found = ratios(field, thresholds)
+    for start in range(0, len(found), len(thresholds)):
+        row = found[start : start + len(thresholds)]
+        table.add_row(f"{row[0].group}, in {row[0].measure}", *map(_ratio, row))
+        table.add_section()
+    return table
+
+
+def _ratio(ratio: Ratio) -> str:
+    if ratio.value is None:
+        return NONE
+    return f"{'> ' * ratio.at_least}{ratio.value:.2f}\n[dim]{ratio.peer}\n: {ratio.ours}[/dim]"
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a curve is drawn."""
+
+    colour: Any
+    line: str = "-"
+
+
 def plot_curves(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
-    """Draw errors against updates and against seconds, side by side, into a PNG file."""
-    figure, (by_update, by_second) = plt.subplots(1, 2, figsize=(11, 5.2), sharey=True, layout="constrained")
-    for number, outcome in enumerate(outcomes):
-        _draw(by_update, outcome, [row.update for row in outcome.run.rows], f"C{number}")
-        _draw(by_second, outcome, [row.seconds for row in outcome.run.rows], f"C{number}")
+    """Draw errors against updates and against seconds, side by side, into a PNG file; test errors are dotted."""
+    looks = [Look(f"C{number}") for number in range(len(outcomes))]
+    _plot(outcomes, looks, title, path, ticks=(5, 10, 20, 50, 100, 200), test=True)
+
+
+def plot_race(field: Sequence[Standing], thresholds: Sequence[float], title: str, path: Path) -> None:
+    """Draw median runs likewise, the training errors: a colour per method, dashed from the standard initialisation."""
+    running = [standing for standing in field if standing.runs]
+    methods = list(dict.fromkeys(standing.contestant.method_name for standing in running))
+    outcomes, looks = [], []
+    for standing in running:
+        who = standing.contestant
+        outcomes.append(Outcome(who.name, standing.settings or {}, standing.median_run(thresholds[-1])))
+        colour = plt.get_cmap("tab20")(methods.index(who.method_name) % 20)
+        looks.append(Look(colour, "-" if who.initialisation == "whitened" else "--"))
+    _plot(outcomes, looks, title, path, ticks=(*thresholds, 20, 50, 100, 200), test=False)
+
+
+def _plot(
+    outcomes: Sequence[Outcome], looks: Sequence[Look], title: str, path: Path, ticks: Sequence[float], test: bool
+) -> None:
+    height = 4.4 + 0.2 * len(outcomes) / 2
+    figure, (by_update, by_second) = plt.subplots(1, 2, figsize=(11, height), sharey=True, layout="constrained")
+    for outcome, look in zip(outcomes, looks, strict=True):
+        _draw(by_update, outcome, [row.update for row in outcome.run.rows], look, test)
+        _draw(by_second, outcome, [row.seconds for row in outcome.run.rows], look, test)
     by_update.set(xlabel="updates", ylabel="squared error per digit")
     by_second.set(xlabel="seconds of training, initialisation included")
     for axes in (by_update, by_second):
-        _style(axes)
+        _style(axes, ticks)
     handles, labels = by_update.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
-def _draw(axes: Axes, outcome: Outcome, x: Sequence[float], colour: str) -> None:
+def _draw(axes: Axes, outcome: Outcome, x: Sequence[float], look: Look, test: bool) -> None:
     """Training error as a line, test error dotted beneath it, a cross where the run diverged."""
-    train, test = ([getattr(row, f"{part}_error") for row in outcome.run.rows] for part in ("train", "test"))
-    label = f"{outcome.method} ({describe(outcome.settings)})"
-    axes.plot(x, train, color=colour, linewidth=2, label=label if outcome.succeeded else f"{label}, diverged")
-    axes.plot(x, test, color=colour, linewidth=1.2, linestyle=":")
+    train = [row.train_error for row in outcome.run.rows]
+    label = f"{outcome.method} ({describe(outcome.settings)})" + ("" if outcome.succeeded else ", diverged")
+    axes.plot(x, train, color=look.colour, linewidth=2, linestyle=look.line, label=label)
+    if test:
+        axes.plot(x, [row.test_error for row in outcome.run.rows], color=look.colour, linewidth=1.2, linestyle=":")
     if not outcome.succeeded:
-        axes.plot(x[-1:], train[-1:], "X", color=colour, markersize=10)
+        axes.plot(x[-1:], train[-1:], "X", color=look.colour, markersize=10)
 
 
-def _style(axes: Axes) -> None:
+def _style(axes: Axes, ticks: Sequence[float]) -> None:
     axes.set_yscale("log")
-    axes.set_yticks([5, 10, 20, 50, 100, 200])
+    axes.set_yticks(ticks)
     axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.yaxis.set_minor_formatter("")
     axes.set_xlim(left=0)

@@ -1,4 +1,4 @@
-"""The training loop that demo and benchmark share."""
+"""The training loop that demo, race and benchmarks share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
-from prong.lab.data import Digits
+from prong.lab.data import PIXELS, Digits
+from prong.lab.methods import Trains
+
+# Of a loss or an error; of statistics or factorisations that met NaN first.
+DIVERGENCES: tuple[type[Exception], ...] = (ArithmeticError, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,14 @@ class Plan:
     """How to train, whatever the method.
 
     Attributes:
-        updates: how many.
+        updates: how many, at most.
         seed: of weights and of the order of the data.
         batch: examples per update.
-        warm_up: updates over which the learning rate rises linearly; over the last half of all it falls to zero.
+        warm_up: updates over which the learning rate rises linearly.
         evaluations: how often errors are measured, besides before the first update.
         evaluated: on how many examples of each set, spread evenly over it.
+        decay: whether the learning rate falls to zero over the last half of all updates, or stays.
+        until: training ends where the training error is measured to be no larger than this.
     """
 
     updates: int
@@ -36,10 +40,13 @@ class Plan:
     warm_up: int = 50
     evaluations: int = 20
     evaluated: int = 2000
+    decay: bool = True
+    until: float = 0.0
 
     def rate(self, update: int) -> float:
-        """The factor on the learning rate, for update 0, 1, ...: warm-up, constant, linear decay."""
-        return min(1.0, (update + 1) / self.warm_up, max(0.0, 2 * (1 - update / self.updates)))
+        """The factor on the learning rate, for update 0, 1, ...: warm-up, constant, linear decay if there is one."""
+        falling = max(0.0, 2 * (1 - update / self.updates)) if self.decay else 1.0
+        return min(1.0, (update + 1) / self.warm_up, falling)
 
     def evaluation_points(self) -> list[int]:
         """The updates after which errors are measured; 0 is before the first."""
@@ -63,6 +70,15 @@ class Run:
     rows: list[Row]
     failure: str | None = None
 
+    def reaching(self, error: float) -> Row | None:
+        """The first row with a training error no larger than this."""
+        return next((row for row in self.rows if row.train_error <= error), None)
+
+    @property
+    def first_error(self) -> float:
+        """The training error before the first update; where there is not even that, the largest there can be."""
+        return self.rows[0].train_error if self.rows else float(PIXELS)
+
 
 class Divergence(FloatingPointError):
     """A loss or an error that is not finite."""
@@ -79,7 +95,7 @@ def minibatches(examples: Tensor, size: int, seed: int) -> Iterator[Tensor]:
             yield examples[indices]
 
 
-def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> float:
+def step(model: nn.Module, optimizer: Trains, x: Tensor) -> float:
     """The loss before one update: cross-entropy summed over pixels, averaged over examples.
 
     Raises:
@@ -112,7 +128,7 @@ def squared_error(model: nn.Module, examples: Tensor) -> float:
 
 def train(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Trains,
     digits: Digits,
     plan: Plan,
     *,
@@ -120,23 +136,25 @@ def train(
     on_update: Callable[[int], None] = lambda update: None,
 ) -> Run:
     """The run of one optimizer on a model. `seconds` are those spent already, on the initialisation."""
-    scheduler = LambdaLR(optimizer, plan.rate)
+    rates = [group["lr"] for group in optimizer.param_groups]
     stream = minibatches(digits.train, plan.batch, plan.seed)
     measure = partial(_measure, model, _spread(digits.train, plan.evaluated), _spread(digits.test, plan.evaluated))
-    points = plan.evaluation_points()
+    points = set(plan.evaluation_points())
     rows: list[Row] = []
     update = 0
     try:
         rows.append(measure(update, seconds))
-        for update in range(1, plan.updates + 1):
+        while update < plan.updates and rows[-1].train_error > plan.until:
+            update += 1
             start = perf_counter()
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * plan.rate(update - 1)
             step(model, optimizer, next(stream))
-            scheduler.step()
             seconds += perf_counter() - start
             if update in points:
                 rows.append(measure(update, seconds))
             on_update(update)
-    except FloatingPointError as error:  # ours, or that of a layer whose statistics met NaN first
+    except DIVERGENCES as error:
         return Run(rows, f"diverged at update {update}: {error}")
     return Run(rows)
 

@@ -5,6 +5,7 @@ The output projection is a layer of its own (`out_proj`), with whose weights att
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -55,8 +56,7 @@ class AttentionKind(WhitenedLayer):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:  # noqa: D102
         out = self.out_proj if isinstance(self.out_proj, WhitenedLayer) else None
-        for site, h in zip(self.sites, (query, key, value), strict=True):
-            self.observe(site, h)
+        self._observe_inputs((query, key, value))
         projections = [self.effective(site) for site in self.sites]
         out_site = None if out is None else out.sites[0]
         out_pair = (self.out_proj.weight, self.out_proj.bias) if out is None else out.effective(out.sites[0])
@@ -93,6 +93,25 @@ class AttentionKind(WhitenedLayer):
             out.observe(out_site, z)
             z = out.watch(out_site, F.linear(z, W_out, b_out), examples_at=examples_at)
         return z, weights
+
+    def _observe_inputs(self, inputs: tuple[Tensor, ...]) -> None:
+        if any(site.inputs is not None for site in self.sites):
+            self._share_windows(inputs)
+        for i, (site, h) in enumerate(zip(self.sites, inputs, strict=True)):
+            shared = site.inputs is not None and any(site.inputs is other.inputs for other in self.sites[:i])
+            self.observe(site, h, counted=shared)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _share_windows(self, inputs: tuple[Tensor, ...]) -> None:
+        """Let sites that see the same tensor, as in self-attention, share one window; part those that no longer do."""
+        for j, site in enumerate(self.sites):
+            for i, other in enumerate(self.sites[:j]):
+                if site.inputs is None or other.inputs is None:
+                    continue
+                if inputs[i] is inputs[j] and site.inputs.empty and other.inputs.empty:
+                    site.inputs = other.inputs
+                elif inputs[i] is not inputs[j] and site.inputs is other.inputs:
+                    site.inputs = copy.deepcopy(site.inputs)
 
     def _input_projections(self, projections: list[tuple[Tensor, Tensor | None]]) -> dict[str, Any]:
         weights = [W for W, _ in projections]

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from prong.drift import Drift, whitened_rows
 from prong.gradients import OutputGradients
 from prong.layers.layout import Layout
-from prong.layers.natural import Switch, naturalize
+from prong.layers.natural import Operation, Switch, natural, naturalize
 from prong.precision import full_precision
 from prong.projection import Pair, to_canonical, to_whitened
-from prong.statistics import MeanSquare, Moments
+from prong.statistics import MeanSquare, Moments, Window
 from prong.whitening import Basis, Whitening
 
 
@@ -39,6 +40,9 @@ class Owner(Protocol):
 
     def release(self) -> None:
         """Give the layer up, with parameters and optimizer state in canonical coordinates."""
+
+    def undo(self) -> None:
+        """Take back what layers have gathered since the last update: the forward under way has failed."""
 
 
 class Inputs(NamedTuple):
@@ -63,8 +67,8 @@ class Site:
         inputs: where inputs are gathered while a window is open.
         spread: where the mean square of the whitened inputs is gathered, for PRONG+.
         outputs: where gradients with respect to the outputs are gathered, for gradient whitening.
+        drift: where changes of the inputs since the last refresh are watched, with an automatic period.
         label: the full name, for messages.
-        examples: how many examples the open window has seen.
         training_only: whether forwards in eval mode are left out of the statistics.
     """
 
@@ -74,16 +78,16 @@ class Site:
     rows: slice | None = None
     name: str = ""
     whitening: Whitening | None = None
-    inputs: Moments | None = None
+    inputs: Window | None = None
     spread: MeanSquare | None = None
     outputs: OutputGradients | None = None
+    drift: Drift | None = None
     label: str = ""
-    examples: float = 0.0
     training_only: bool = True
 
-    def new_moments(self, like: Tensor) -> Moments:
+    def new_window(self, like: Tensor) -> Window:
         """Empty statistics of this site's inputs."""
-        return Moments(self.layout.groups, self.layout.features, like.dtype, like.device)
+        return Window(Moments(self.layout.groups, self.layout.features, like.dtype, like.device))
 
     def part(self, tensor: Tensor | None) -> Tensor | None:
         """This site's rows of a weight, a bias, or anything of their shape; all of what is its alone."""
@@ -112,10 +116,8 @@ def _whitened_squares(rows: Tensor, zeros: float, whitening: Whitening) -> tuple
     """Sums of squares of U (h - c) over rows and padded zeros, (groups, in), and how many rows there were."""
     assert whitening.U is not None
     U, c = whitening.U, whitening.c
-    rows = rows.to(U.dtype)
     with full_precision(rows):
-        x = (rows if c is None else rows - c.unsqueeze(1)) @ U.mT
-        squares = x.square().sum(1)
+        squares = whitened_rows(rows, whitening).square().sum(1)
         if zeros and c is not None:
             squares = squares + zeros * (U @ c.unsqueeze(-1)).squeeze(-1).square()
     return squares, rows.shape[1] + zeros
@@ -135,6 +137,8 @@ class WhitenedLayer(nn.Module):
     sites: tuple[Site, ...]
     switch: Switch
     basis: Basis
+    cutoff: float
+    storage: torch.dtype | None
     max_positions: int | None
     owner: Owner | None
 
@@ -173,35 +177,39 @@ class WhitenedLayer(nn.Module):
         rows = site.layout.rows(h, self.channels_at)
         return Inputs(rows, 0.0, rows.shape[1])
 
-    def observe(self, site: Site, h: Tensor) -> None:
-        """Add inputs to whatever statistics are being gathered."""
-        if site.inputs is not None or site.spread is not None:
-            self._record(site, h)
+    def observe(self, site: Site, h: Tensor, counted: bool = False) -> None:
+        """Add inputs to whatever statistics are being gathered; not to the window where they are `counted` already."""
+        if site.inputs is not None or site.spread is not None or (site.drift is not None and site.drift.listening):
+            self._record(site, h, counted)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # statistics are Python objects
-    def _record(self, site: Site, h: Tensor) -> None:
+    def _record(self, site: Site, h: Tensor, counted: bool) -> None:
         if in_backward() or in_transform():  # checkpointing runs forwards again; under vmap there are no values
             return
         if site.training_only and not self.training:  # evaluation between updates
             return
         if h.dim() < -self.channels_at or h.shape[self.channels_at] != site.layout.groups * site.layout.features:
+            self._undo()
             return  # the layer itself is about to refuse this, in torch's words
         with torch.inference_mode(False), torch.no_grad():
-            self._add(site, *self.input_rows(site, h.detach()))
+            inputs = self.input_rows(site, h.detach())
+            if site.inputs is not None and not counted:
+                try:
+                    site.inputs.add(*inputs)
+                except FloatingPointError as error:
+                    self._undo()
+                    raise FloatingPointError(
+                        f"layer {site.label!r}, while its statistics were gathered: {error}. "
+                        "Statistics are as they were after the last update; look at the data and the learning rate."
+                    ) from None
+            if site.spread is not None and site.whitening is not None:
+                site.spread.add(*_whitened_squares(inputs.rows, inputs.zeros, site.whitening))
+            if site.drift is not None and site.drift.listening and site.whitening is not None:
+                site.drift.add(inputs.rows, site.whitening)
 
-    def _add(self, site: Site, rows: Tensor, zeros: float, examples: int) -> None:
-        if site.inputs is not None:
-            try:
-                site.inputs.add(rows)
-            except FloatingPointError as error:
-                raise FloatingPointError(
-                    f"layer {site.label!r}, while its statistics were gathered: {error}. "
-                    "This layer has counted nothing of this batch; look at the data and the learning rate."
-                ) from None
-            site.inputs.add_zeros(zeros)
-            site.examples += examples
-        if site.spread is not None and site.whitening is not None:
-            site.spread.add(*_whitened_squares(rows, zeros, site.whitening))
+    def _undo(self) -> None:
+        if self.owner is not None:
+            self.owner.undo()
 
     def watch(self, site: Site, z: Tensor, examples_at: int = 0) -> Tensor:
         """The output z; its gradient goes to `site.outputs` when somebody asked for it."""
@@ -215,21 +223,25 @@ class WhitenedLayer(nn.Module):
             return  # under vmap there are no values, and labels were drawn in the first forward
         outputs.watch(z, *where)
 
+    def stored(self, site: Site, whitening: Whitening) -> Whitening:
+        """A whitening in the precisions in which the layer keeps it."""
+        weight, _ = self.pair(site)
+        kept = whitening.map(lambda x: x.to(weight.dtype))
+        return kept if self.storage is None or kept.P is None else replace(kept, P=kept.P.to(self.storage))
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        moved: dict[int, Any] = {}  # what sites share, they go on sharing
         for site in self.sites:
             if site.whitening is not None:
-                site.whitening = site.whitening.map(fn)
+                site.whitening = moved.setdefault(id(site.whitening), self.stored(site, site.whitening.map(fn)))
             if site.inputs is not None:
-                weight, _ = self.pair(site)
-                moments = site.new_moments(weight)
-                moments.load_state_dict(site.inputs.state_dict())
-                site.inputs = moments
+                site.inputs = moved.setdefault(id(site.inputs), site.inputs.to(self.pair(site)[0]))
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy trains on its own: open windows and the optimizer stay with the original.
-        bare = {"inputs": None, "spread": None, "outputs": None, "examples": 0.0}
+        bare = {"inputs": None, "spread": None, "outputs": None, "drift": None}
         sites = tuple(Site(**{**vars(site), **bare}) for site in self.sites)
         return {**self.__dict__, "sites": sites, "switch": Switch(), "owner": None}
 
@@ -243,10 +255,21 @@ class Implicit(WhitenedLayer):
         weight, bias = self.pair(site)
         W, b = site.part(weight), site.part(bias)
         assert W is not None
-        if site.whitening is None or self.switch.ordinary or not torch.is_grad_enabled():
+        if not self.naturally(site):
             return W, b
-        assert site.whitening.P is not None
-        return naturalize(W, b, site.whitening.P, site.whitening.c, site.layout, self.switch)
+        w = site.whitening
+        assert w is not None and w.P is not None
+        return naturalize(W, b, w.P, w.c, w.tail, site.layout, self.switch)
+
+    def naturally(self, site: Site) -> bool:
+        """Whether gradients are asked for, and are to be natural."""
+        return site.whitening is not None and not self.switch.ordinary and torch.is_grad_enabled()
+
+    def natural(self, site: Site, operation: Operation, h: Tensor) -> Tensor:
+        """The operation with the site's whole weight and bias, and natural gradients by way of activation space."""
+        w = site.whitening
+        assert w is not None and w.P is not None
+        return natural(operation, h, *self.pair(site), w.P, w.c, w.tail, self.switch)
 
 
 TRAINED_NAME = {"weight": "V", "bias": "d"}

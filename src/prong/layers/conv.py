@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from prong.layers.base import Explicit, Implicit, Inputs, Site, WhitenedLayer, canonical_property
 from prong.layers.layout import Layout
+from prong.layers.natural import Convolution, activation_space_is_cheaper
 
 
 def thin(rows: Tensor, examples: int, max_positions: int | None) -> Tensor:
@@ -44,25 +45,37 @@ class ConvKind(WhitenedLayer):
 
     def input_rows(self, site: Site, h: Tensor) -> Inputs:  # noqa: D102
         dims = len(self.kernel_size)
-        spatial = h.shape[-dims:]
         examples = h.shape[0] if h.dim() == dims + 2 else 1
-        padding = self._reversed_padding_repeated_twice
         zeros = 0.0
-        if any(padding) and self.padding_mode != "zeros":
-            h = F.pad(h, padding, mode=self.padding_mode)
-        elif any(padding):
-            padded = [n + padding[2 * i] + padding[2 * i + 1] for i, n in enumerate(reversed(spatial))]
-            zeros = float(math.prod(padded) - math.prod(spatial)) * examples
+        if self.padding_mode == "zeros":
+            zeros = float(self.positions(h) - math.prod(h.shape[-dims:])) * examples
+        else:
+            h = self.pad(h)
         rows = site.layout.rows(h, self.channels_at)
         kept = thin(rows, examples, self.max_positions)
         return Inputs(kept, zeros * kept.shape[1] / max(rows.shape[1], 1), examples)
 
+    def positions(self, h: Tensor) -> int:
+        """Positions of one padded map."""
+        padding = self._reversed_padding_repeated_twice
+        spatial = reversed(h.shape[-len(self.kernel_size) :])
+        return math.prod([n + padding[2 * i] + padding[2 * i + 1] for i, n in enumerate(spatial)])
+
+    def pad(self, h: Tensor) -> Tensor:
+        """The map with its padding around it."""
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        return F.pad(h, self._reversed_padding_repeated_twice, mode=mode)
+
     def forward(self, h: Tensor) -> Tensor:  # noqa: D102
         (site,) = self.sites
         self.observe(site, h)
+        return self.watch(site, self.convolve(site, h))
+
+    def convolve(self, site: Site, h: Tensor) -> Tensor:
+        """Torch's own convolution."""
         W, b = self.effective(site)
         z: Tensor = self._conv_forward(h, W, b)  # type: ignore[operator]
-        return self.watch(site, z)
+        return z
 
 
 class ConvTransposeKind(WhitenedLayer):
@@ -89,48 +102,88 @@ class ConvTransposeKind(WhitenedLayer):
     def forward(self, h: Tensor, output_size: list[int] | None = None) -> Tensor:  # noqa: D102
         (site,) = self.sites
         self.observe(site, h)
-        W, b = self.effective(site)
-        dims = len(self.kernel_size)
         layer: Any = self
         output_padding = layer._output_padding(
-            h, output_size, layer.stride, layer.padding, layer.kernel_size, dims, layer.dilation
+            h, output_size, layer.stride, layer.padding, layer.kernel_size, len(layer.kernel_size), layer.dilation
         )
-        convolve: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
-        z: Tensor = convolve(h, W, b, layer.stride, layer.padding, output_padding, layer.groups, layer.dilation)
-        return self.watch(site, z)
+        operation = Convolution(site.layout, layer.stride, layer.dilation, layer.padding, tuple(output_padding))
+        return self.watch(site, self.convolve(site, h, operation))
+
+    def convolve(self, site: Site, h: Tensor, operation: Convolution) -> Tensor:
+        """Torch's own transposed convolution."""
+        return operation(h, *self.effective(site))
 
 
-class ImplicitConv1d(Implicit, ConvKind, nn.Conv1d):
+class ImplicitConvolution(Implicit):
+    """Convolutions of few positions whiten their inputs; of many, the gradients of their kernels."""
+
+    kernel_size: tuple[int, ...]
+
+    def whitens_inputs(self, site: Site, h: Tensor, positions: int) -> bool:
+        """Whether the backward is to go by way of activation space, with so many positions to a map."""
+        examples = h.shape[0] if h.dim() == len(self.kernel_size) + 2 else 1
+        return self.naturally(site) and activation_space_is_cheaper(site.layout, positions * examples)
+
+    def natural_maps(self, site: Site, operation: Convolution, h: Tensor) -> Tensor:
+        """The operation on a batch of maps, or on a single one."""
+        if h.dim() == len(self.kernel_size) + 2:
+            return self.natural(site, operation, h)
+        return self.natural(site, operation, h.unsqueeze(0)).squeeze(0)
+
+
+class ImplicitConv(ImplicitConvolution, ConvKind):
+    """What the implicit convolutions share."""
+
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    def convolve(self, site: Site, h: Tensor) -> Tensor:  # noqa: D102
+        if not self.whitens_inputs(site, h, self.positions(h)):
+            return super().convolve(site, h)
+        none = (0,) * len(self.kernel_size)
+        return self.natural_maps(site, Convolution(site.layout, self.stride, self.dilation, none, none), self.pad(h))
+
+
+class ImplicitConvTranspose(ImplicitConvolution, ConvTransposeKind):
+    """What the implicit transposed convolutions share."""
+
+    def convolve(self, site: Site, h: Tensor, operation: Convolution) -> Tensor:  # noqa: D102
+        if not self.whitens_inputs(site, h, math.prod(h.shape[-len(self.kernel_size) :])):
+            return super().convolve(site, h, operation)
+        return self.natural_maps(site, operation, h)
+
+
+class ImplicitConv1d(ImplicitConv, nn.Conv1d):
     """nn.Conv1d with natural gradients."""
 
     plain = nn.Conv1d
 
 
-class ImplicitConv2d(Implicit, ConvKind, nn.Conv2d):
+class ImplicitConv2d(ImplicitConv, nn.Conv2d):
     """nn.Conv2d with natural gradients."""
 
     plain = nn.Conv2d
 
 
-class ImplicitConv3d(Implicit, ConvKind, nn.Conv3d):
+class ImplicitConv3d(ImplicitConv, nn.Conv3d):
     """nn.Conv3d with natural gradients."""
 
     plain = nn.Conv3d
 
 
-class ImplicitConvTranspose1d(Implicit, ConvTransposeKind, nn.ConvTranspose1d):
+class ImplicitConvTranspose1d(ImplicitConvTranspose, nn.ConvTranspose1d):
     """nn.ConvTranspose1d with natural gradients."""
 
     plain = nn.ConvTranspose1d
 
 
-class ImplicitConvTranspose2d(Implicit, ConvTransposeKind, nn.ConvTranspose2d):
+class ImplicitConvTranspose2d(ImplicitConvTranspose, nn.ConvTranspose2d):
     """nn.ConvTranspose2d with natural gradients."""
 
     plain = nn.ConvTranspose2d
 
 
-class ImplicitConvTranspose3d(Implicit, ConvTransposeKind, nn.ConvTranspose3d):
+class ImplicitConvTranspose3d(ImplicitConvTranspose, nn.ConvTranspose3d):
     """nn.ConvTranspose3d with natural gradients."""
 
     plain = nn.ConvTranspose3d

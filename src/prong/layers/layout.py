@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,11 @@ class Layout:
     def outputs(self) -> int:
         """Outputs per group."""
         return self.shape[1] if self.transposed else self.shape[0] // self.groups
+
+    @property
+    def taps(self) -> int:
+        """Positions of the kernel."""
+        return math.prod(self.shape[2:])
 
     def pack(self, W: Tensor) -> Tensor:
         """The stored weight as (groups, out, taps, in)."""

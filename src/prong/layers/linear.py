@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from prong.layers.base import Explicit, Implicit, canonical_property
-from prong.layers.natural import natural_linear
+from prong.layers.natural import Linear, activation_space_is_cheaper
 
 
 class ImplicitLinear(Implicit, nn.Linear):
@@ -18,11 +18,9 @@ class ImplicitLinear(Implicit, nn.Linear):
     def forward(self, h: Tensor) -> Tensor:  # noqa: D102
         (site,) = self.sites
         self.observe(site, h)
-        if site.whitening is None or self.switch.ordinary:
-            return self.watch(site, F.linear(h, self.weight, self.bias))
-        assert site.whitening.P is not None
-        z = natural_linear(h, self.weight, self.bias, site.whitening.P, site.whitening.c, self.switch)
-        return self.watch(site, z)
+        if self.naturally(site) and activation_space_is_cheaper(site.layout, h.numel() // max(h.shape[-1], 1)):
+            return self.watch(site, self.natural(site, Linear(site.layout), h))
+        return self.watch(site, F.linear(h, *self.effective(site)))
 
 
 class ExplicitLinear(Explicit, nn.Linear):

@@ -1,9 +1,15 @@
-"""Natural gradients inside autograd: the forward is the plain layer's, the backward is preconditioned."""
+"""Natural gradients inside autograd: the forward is the plain layer's, the backward is preconditioned.
+
+Two orders of multiplication give the same result; the cheaper is chosen by shape:
+
+    activation space    nW = delta^T ((h - c) P)           costs  positions x in^2
+    gradient space      nW = (delta^T h - gb c^T) P        costs  out x taps x in^2
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +17,7 @@ from torch import Tensor
 
 from prong.layers.layout import Layout
 from prong.precision import full_precision
-from prong.projection import natural_gradient
+from prong.projection import against, natural_gradient, times_inverse
 
 
 @dataclass
@@ -19,6 +25,127 @@ class Switch:
     """Whether backward passes through a layer give ordinary gradients; asked when they run."""
 
     ordinary: bool = False
+
+
+class Operation(Protocol):
+    """What a layer computes from inputs h, weight W and bias b, and the pieces of its derivative."""
+
+    @property
+    def layout(self) -> Layout:
+        """How its weight is stored."""
+
+    def __call__(self, h: Tensor, W: Tensor, b: Tensor | None) -> Tensor:
+        """The output."""
+
+    def whitened(self, h: Tensor, P: Tensor, c: Tensor | None, tail: float) -> Tensor:
+        """(h - c) P, as `weight_gradient` takes it; see `times_inverse` for P and tail."""
+
+    def input_gradient(self, delta: Tensor, h: Tensor, W: Tensor) -> Tensor:
+        """The gradient of h, from that of the output."""
+
+    def weight_gradient(self, delta: Tensor, x: Tensor, W: Tensor) -> Tensor:
+        """The gradient of W, from that of the output, at inputs x."""
+
+    def bias_gradient(self, delta: Tensor) -> Tensor:
+        """The gradient of b, from that of the output."""
+
+    def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor) -> Tensor:
+        """The natural gradient of b, gb - nW c, for whitened inputs x."""
+
+    def broadcast(self, b: Tensor) -> Tensor:
+        """A bias, shaped so that it can be added to the output."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`F.linear`."""
+
+    layout: Layout
+
+    def __call__(self, h: Tensor, W: Tensor, b: Tensor | None) -> Tensor:  # noqa: D102
+        return F.linear(h, W, b)
+
+    def whitened(self, h: Tensor, P: Tensor, c: Tensor | None, tail: float) -> Tensor:  # noqa: D102
+        rows = h.reshape(1, -1, h.shape[-1])
+        return times_inverse(rows if c is None else rows - c, P, tail)[0]
+
+    def input_gradient(self, delta: Tensor, h: Tensor, W: Tensor) -> Tensor:  # noqa: D102
+        return delta @ W
+
+    def weight_gradient(self, delta: Tensor, x: Tensor, W: Tensor) -> Tensor:  # noqa: D102
+        return delta.reshape(-1, delta.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
+
+    def bias_gradient(self, delta: Tensor) -> Tensor:  # noqa: D102
+        return delta.reshape(-1, delta.shape[-1]).sum(0)
+
+    def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor) -> Tensor:  # noqa: D102
+        return delta.reshape(-1, delta.shape[-1]).mT @ (1 - x @ c[0])  # reads activations, not the larger nW
+
+    def broadcast(self, b: Tensor) -> Tensor:  # noqa: D102
+        return b
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution of a batch of maps, or a transposed one.
+
+    In activation space maps are padded beforehand: what is padded is raw, and centred and whitened with the rest.
+    """
+
+    layout: Layout
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[int, ...]
+    output_padding: tuple[int, ...]
+
+    def __call__(self, h: Tensor, W: Tensor, b: Tensor | None) -> Tensor:  # noqa: D102
+        dims = len(self.stride)
+        groups = self.layout.groups
+        if self.layout.transposed:
+            transpose: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+            z: Tensor = transpose(h, W, b, self.stride, self.padding, self.output_padding, groups, self.dilation)
+        else:
+            convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+            z = convolve(h, W, b, self.stride, self.padding, self.dilation, groups)
+        return z
+
+    def whitened(self, h: Tensor, P: Tensor, c: Tensor | None, tail: float) -> Tensor:  # noqa: D102
+        rows = self.layout.rows(h, 1)
+        x = times_inverse(rows if c is None else rows - c.unsqueeze(1), P, tail)
+        return x.transpose(0, 1).reshape(h.shape[0], *h.shape[2:], h.shape[1]).movedim(-1, 1)
+
+    def input_gradient(self, delta: Tensor, h: Tensor, W: Tensor) -> Tensor:  # noqa: D102
+        return self._backward(delta, h, W, 0)
+
+    def weight_gradient(self, delta: Tensor, x: Tensor, W: Tensor) -> Tensor:  # noqa: D102
+        return self._backward(delta, x, W, 1)
+
+    def bias_gradient(self, delta: Tensor) -> Tensor:  # noqa: D102
+        return delta.transpose(0, 1).flatten(1).sum(1)
+
+    def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor) -> Tensor:  # noqa: D102
+        return self.bias_gradient(delta) - against(self.layout.pack(nW), c).reshape(-1)
+
+    def broadcast(self, b: Tensor) -> Tensor:  # noqa: D102
+        return b.reshape(-1, *(1,) * len(self.stride))
+
+    def _backward(self, delta: Tensor, h: Tensor, W: Tensor, which: int) -> Tensor:
+        wanted = [i == which for i in range(3)]
+        gradients = torch.ops.aten.convolution_backward(
+            delta,
+            h,
+            W,
+            None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.layout.transposed,
+            self.output_padding,
+            self.layout.groups,
+            wanted,
+        )
+        gradient: Tensor = gradients[which]
+        return gradient
 
 
 class _Naturalize(torch.autograd.Function):
@@ -31,12 +158,14 @@ class _Naturalize(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(W: Tensor, b: Tensor | None, P: Tensor, c: Tensor | None, layout: Layout, switch: Switch) -> Any:
+    def forward(
+        W: Tensor, b: Tensor | None, P: Tensor, c: Tensor | None, tail: float, layout: Layout, switch: Switch
+    ) -> Any:
         return W.view_as(W) if b is None else (W.view_as(W), b.view_as(b))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        W, b, P, c, ctx.layout, ctx.switch = inputs
+        W, b, P, c, ctx.tail, ctx.layout, ctx.switch = inputs
         ctx.outputs = None if b is None else b.shape[0]
         ctx.save_for_backward(P, c)
         ctx.save_for_forward(W, b)
@@ -52,10 +181,10 @@ class _Naturalize(torch.autograd.Function):
             gb = gW.new_zeros(ctx.outputs)
         if gW is None or not ctx.needs_input_grad[0] or ctx.switch.ordinary:
             # With W frozen, only d moves, and its gradient is b's.
-            return gW, gb, None, None, None, None
+            return gW, gb, None, None, None, None, None
         bias = layout.pack_bias(gb) if gb is not None and ctx.needs_input_grad[1] else None
-        nW, nb = natural_gradient(layout.pack(gW), bias, P, c)
-        return layout.unpack(nW), None if nb is None else nb.reshape(-1), None, None, None, None
+        nW, nb = natural_gradient(layout.pack(gW), bias, P, c, ctx.tail)
+        return layout.unpack(nW), None if nb is None else nb.reshape(-1), None, None, None, None, None
 
 
 class _NaturalizeForwardMode(_Naturalize):
@@ -73,59 +202,66 @@ class _NaturalizeForwardMode(_Naturalize):
 
 
 def naturalize(
-    W: Tensor, b: Tensor | None, P: Tensor, c: Tensor | None, layout: Layout, switch: Switch
+    W: Tensor, b: Tensor | None, P: Tensor, c: Tensor | None, tail: float, layout: Layout, switch: Switch
 ) -> tuple[Tensor, Tensor | None]:
     """(W, b) unchanged, with gradients that become natural on their way back."""
     function = _Naturalize if torch.compiler.is_compiling() else _NaturalizeForwardMode
     if b is None:
-        return function.apply(W, None, P, None, layout, switch), None  # type: ignore[no-untyped-call]
-    return function.apply(W, b, P, c, layout, switch)  # type: ignore[no-untyped-call, no-any-return]
+        return function.apply(W, None, P, None, tail, layout, switch), None  # type: ignore[no-untyped-call]
+    return function.apply(W, b, P, c, tail, layout, switch)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _NaturalLinear(torch.autograd.Function):
-    """`F.linear` whose backward whitens the activations instead of the gradient (activation space).
+class _Natural(torch.autograd.Function):
+    """An operation whose backward whitens the activations instead of the gradient (activation space).
 
-        nW = delta^T ((h - c) P)        nb = sum delta - nW c
-
-    costs rows x in^2 where gradient space costs out x in^2; the result is the same.
+    nW = delta^T ((h - c) P)        nb = sum delta - nW c
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        h: Tensor, W: Tensor, b: Tensor | None, again: Tensor, P: Tensor, c: Tensor | None, switch: Switch
+        h: Tensor,
+        W: Tensor,
+        b: Tensor | None,
+        P: Tensor,
+        c: Tensor | None,
+        tail: float,
+        operation: Operation,
+        switch: Switch,
     ) -> Tensor:
-        return F.linear(h, W, b)
+        return operation(h, W, b)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        h, W, _, again, P, c, ctx.switch = inputs
-        ctx.save_for_backward(h, again, P, c)
+        h, W, b, P, c, ctx.tail, ctx.operation, ctx.switch = inputs
+        ctx.save_for_backward(h, W, b, P, c)
         ctx.save_for_forward(h, W)
 
     @staticmethod
     def backward(ctx: Any, delta: Tensor) -> Any:
-        h, W, P, c = ctx.saved_tensors
+        h, W, b, P, c = ctx.saved_tensors
+        operation: Operation = ctx.operation
         need_h, need_W, need_b = ctx.needs_input_grad[:3]
         gh = nW = nb = None
+        if torch.is_grad_enabled():  # differentiated twice, W receives gradients from here, which must be natural too
+            W, _ = naturalize(W, b, P, c, ctx.tail, operation.layout, ctx.switch)
         if need_h:
-            gh = (delta @ W.to(delta.dtype)).to(h.dtype)
+            gh = operation.input_gradient(delta, h.to(delta.dtype), W.to(delta.dtype)).to(h.dtype)
         with full_precision(W):
-            rows = delta.reshape(-1, delta.shape[-1]).to(W.dtype)  # (rows, out)
-            nb = rows.sum(0) if need_b else None
-            if need_W:
-                inputs = h.reshape(-1, h.shape[-1]).to(W.dtype)  # (rows, in)
-                centre = c[0] if c is not None and nb is not None and not ctx.switch.ordinary else None
-                if centre is not None:
-                    inputs = inputs - centre
-                nW = rows.mT @ (inputs if ctx.switch.ordinary else inputs @ P[0])
-                if centre is not None and nb is not None:
-                    nb = nb - nW @ centre
-        return gh, nW, nb, None, None, None, None
+            delta, h = delta.to(W.dtype), h.to(W.dtype)
+            if not need_W or ctx.switch.ordinary:
+                nW = operation.weight_gradient(delta, h, W) if need_W else None
+                nb = operation.bias_gradient(delta) if need_b else None
+            else:
+                x = operation.whitened(h, P, c if need_b else None, ctx.tail)
+                nW = operation.weight_gradient(delta, x, W)
+                if need_b:
+                    nb = operation.bias_gradient(delta) if c is None else operation.natural_bias(delta, x, nW, c)
+        return gh, nW, nb, None, None, None, None, None
 
 
-class _NaturalLinearForwardMode(_NaturalLinear):
+class _NaturalForwardMode(_Natural):
     """With forward-mode derivatives, which torch.compile does not trace."""
 
     generate_vmap_rule = True
@@ -133,17 +269,28 @@ class _NaturalLinearForwardMode(_NaturalLinear):
     @staticmethod
     def jvp(ctx: Any, th: Tensor | None, tW: Tensor | None, tb: Tensor | None, *_: Any) -> Tensor:
         h, W = ctx.saved_tensors
-        tangent = h.new_zeros(()) if th is None else F.linear(th, W)
+        operation: Operation = ctx.operation
+        tangent = h.new_zeros(()) if th is None else operation(th, W, None)
         if tW is not None:
-            tangent = tangent + F.linear(h, tW)
-        return tangent if tb is None else tangent + tb
+            tangent = tangent + operation(h, tW, None)
+        return tangent if tb is None else tangent + operation.broadcast(tb)
 
 
-def natural_linear(h: Tensor, W: Tensor, b: Tensor | None, P: Tensor, c: Tensor | None, switch: Switch) -> Tensor:
-    """`F.linear(h, W, b)` with natural gradients, by whichever order of multiplication is cheaper."""
-    if h.numel() // max(h.shape[-1], 1) < W.shape[0]:
-        # Differentiated twice, W receives gradients through the backward too; `again` makes those natural.
-        again = naturalize(W, b, P, c, Layout(tuple(W.shape)), switch)[0]
-        function = _NaturalLinear if torch.compiler.is_compiling() else _NaturalLinearForwardMode
-        return function.apply(h, W, b, again, P, c, switch)  # type: ignore[no-untyped-call, no-any-return]
-    return F.linear(h, *naturalize(W, b, P, c, Layout(tuple(W.shape)), switch))
+def activation_space_is_cheaper(layout: Layout, positions: int) -> bool:
+    """Whether whitening the inputs at so many positions costs less than preconditioning the weight's gradient."""
+    return positions < layout.outputs * layout.taps
+
+
+def natural(
+    operation: Operation,
+    h: Tensor,
+    W: Tensor,
+    b: Tensor | None,
+    P: Tensor,
+    c: Tensor | None,
+    tail: float,
+    switch: Switch,
+) -> Tensor:
+    """`operation(h, W, b)` with natural gradients, computed in activation space."""
+    function = _Natural if torch.compiler.is_compiling() else _NaturalForwardMode
+    return function.apply(h, W, b, P, c, tail, operation, switch)  # type: ignore[no-untyped-call, no-any-return]

@@ -49,7 +49,7 @@ def main(
 
     The layer is square. Statistics, the factorisation for each basis, and the projection take turns, beside torch's
     plain Cholesky inverse of the same matrix; in single and in double precision. With fewer samples than inputs the
-    library factorises a smaller matrix.
+    library factorises a smaller matrix where that is faster.
 
     Args:
         max_width: widths are 64, 128, 256, ... up to this.
@@ -183,5 +183,5 @@ def _sheet(record: Mapping[str, Any], samples: int, dtype: str, repetitions: int
     rows.append([f"exponent from {FIT_FROM} on", *map(power, growth)])
     note = f"Medians of {repetitions}. " + "; ".join(f"{part}: {meaning}" for part, meaning in PARTS.items()) + "."
     if max(widths) > samples:
-        note += f" P, pca and zca of layers with more than {samples:,} inputs come from a matrix of that size."
+        note += f" Layers with more than {samples:,} inputs: from the matrix of the samples, where that is faster."
     return Sheet(f"refresh of a layer, ms: {samples:,} samples, {dtype}", ("width", *PARTS), rows, note)

@@ -1,0 +1,110 @@
+"""What an update and an initialisation cost, all methods in turn in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from statistics import median
+from time import perf_counter
+
+import torch
+
+import prong
+from prong.lab.contestants import Initialisation, Problem
+from prong.lab.methods import METHODS, OURS, Settings
+from prong.lab.timing import interleaved
+from prong.lab.training import minibatches, step
+
+BLOCK = 20  # updates timed at once, of methods that do the same in all of them
+SETTINGS: Settings = {"lr": 1e-5, "eps": 0.1}  # nobody gets far with these, nor astray
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A method's costs, as measured.
+
+    Attributes:
+        ms_per_update: one number per repetition, refreshes and all.
+        start_up_seconds: what the first updates took beyond that: PRONG's first refreshes are close together, others
+            make their state.
+        initialisation_seconds: of a whitened initialisation, one number per repetition.
+        failure: why the method cannot be run here, if it cannot; then there are no costs.
+    """
+
+    ms_per_update: list[float] = field(default_factory=list)
+    start_up_seconds: float = 0.0
+    initialisation_seconds: list[float] = field(default_factory=list)
+    failure: str | None = None
+
+    @property
+    def milliseconds(self) -> float:
+        """The median cost of an update."""
+        return median(self.ms_per_update)
+
+    def seconds(self, updates: float, initialisation: Initialisation) -> float:
+        """What so many updates cost, with all that comes before them."""
+        first = median(self.initialisation_seconds) if initialisation == "whitened" else 0.0
+        return first + self.start_up_seconds + updates * self.milliseconds / 1000
+
+
+def paces(
+    methods: Iterable[str],
+    problem: Problem,
+    batch: int,
+    repetitions: int,
+    whitened: bool = True,
+    on_block: Callable[[], None] = lambda: None,
+) -> dict[str, Pace]:
+    """Every method's costs, by name; those of a whitened initialisation if they are wanted.
+
+    A method that cannot make its first block is not timed further; its pace says why.
+    """
+    laps = {name: _Lap(name, problem, batch) for name in methods}
+    starts: dict[str, list[float]] = {name: [] for name in laps}
+    if whitened:
+        starts = interleaved({name: lap.initialise for name, lap in laps.items()}, repetitions, on_block)
+    firsts = {name: lap.first() for name, lap in laps.items()}
+    blocks = {name: lap.train for name, lap in laps.items() if isinstance(firsts[name], float)}
+    times = interleaved(blocks, repetitions, on_block)
+    return {name: _pace(firsts[name], times.get(name, []), laps[name].length, starts[name]) for name in laps}
+
+
+def _pace(first: float | str, times: list[float], length: int, starts: list[float]) -> Pace:
+    if isinstance(first, str):
+        return Pace(failure=first)
+    return Pace([1000 * seconds / length for seconds in times], max(0.0, first - median(times)), starts)
+
+
+class _Lap:
+    """A model of its own for a method, and how many of its updates make a block.
+
+    Where there are refreshes, a block is a whole period. The first ends the time in which they are more frequent;
+    every later one contains exactly one.
+    """
+
+    def __init__(self, name: str, problem: Problem, batch: int) -> None:
+        torch.manual_seed(0)
+        self.model = problem.build(batch_norm=METHODS[name].batch_norm)
+        self.optimizer = METHODS[name].make(self.model, SETTINGS, problem.schedule)
+        self.stream = minibatches(problem.digits().train, batch, seed=0)
+        self.batches = problem.initial_batches()
+        self.length = problem.schedule.period if name in OURS else BLOCK
+
+    def initialise(self) -> None:
+        """The whitened initialisation."""
+        prong.initialize_(self.model, self.batches, SETTINGS["eps"])
+
+    def train(self) -> None:
+        """One block of updates."""
+        for x in islice(self.stream, self.length):
+            step(self.model, self.optimizer, x)
+
+    def first(self) -> float | str:
+        """The seconds of the first block, or why it cannot be made here."""
+        start = perf_counter()
+        try:
+            self.train()
+        except (RuntimeError, MemoryError) as error:  # peers have wishes about memory
+            return f"cannot be run here: {error}"
+        return perf_counter() - start

@@ -1,0 +1,113 @@
+"""The book of a race: what every contestant has done, and what comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from prong.lab.clock import Pace
+from prong.lab.contestants import Contestant, Problem
+from prong.lab.methods import Settings
+from prong.lab.rules import TUNING_SEED, Rules
+from prong.lab.search import Trial, next_trial
+from prong.lab.training import Plan, Run
+from prong.lab.tuning import add_trial
+
+
+def blank(contestant: Contestant, rules: Rules, clock: Mapping[str, Pace]) -> dict[str, Any]:
+    """A contestant's part of the record, with nothing done yet. Who cannot run has no updates."""
+    pace = clock[contestant.method_name]
+    cap = 0 if pace.failure else rules.updates(pace)
+    who = {"method": contestant.method_name, "initialisation": contestant.initialisation}
+    return {**who, "cap": cap, "chosen": None, "trials": [], "runs": {}}
+
+
+@dataclass(frozen=True)
+class SeededRun:
+    """A run that counts."""
+
+    seed: int
+    run: Run
+
+
+class Ledger:
+    """The contestants' part of a record; what is added is added to the record itself."""
+
+    def __init__(self, rules: Rules, problem: Problem, entries: dict[str, dict[str, Any]]) -> None:
+        self.rules, self.problem, self.entries = rules, problem, entries
+        self.contestants = rules.contestants()
+
+    @property
+    def total(self) -> int:
+        """Trials and runs of all."""
+        return (self.rules.trials + len(self.rules.seeds)) * len(self.entries)
+
+    @property
+    def done(self) -> int:
+        """Those made, or never to be made."""
+        each = self.total // len(self.entries)
+        return sum(
+            each if self.next_job(name) is None else len(entry["trials"]) + len(entry["runs"])
+            for name, entry in self.entries.items()
+        )
+
+    def next_job(self, name: str) -> Callable[[], Trial | SeededRun] | None:
+        """The next trial; after the last of them the runs, if there are settings to run with."""
+        entry, contestant, rules = self.entries[name], self.contestants[name], self.rules
+        cap = entry["cap"]
+        if cap == 0:
+            return None
+        history = [Trial(**trial) for trial in entry["trials"]]
+        if len(history) < rules.trials:
+            objective = partial(time_trial, self.problem, contestant, rules, cap)
+            return partial(next_trial, objective, contestant.searched, TUNING_SEED, history)
+        left = [seed for seed in rules.seeds if str(seed) not in entry["runs"]]
+        if not left or entry["chosen"] is None:
+            return None
+        plan = rules.plan(cap, left[0], rules.thresholds[-1])
+        return partial(seeded_run, self.problem, contestant, entry["chosen"], plan)
+
+    def add(self, name: str, result: Trial | SeededRun) -> None:
+        """Put down what a job came to."""
+        if isinstance(result, Trial):
+            add_trial(self.entries[name], result, self.rules.trials)
+        else:
+            self.entries[name]["runs"][str(result.seed)] = asdict(result.run)
+
+
+def seeded_run(problem: Problem, contestant: Contestant, settings: Settings, plan: Plan) -> SeededRun:
+    """A run that counts."""
+    return SeededRun(plan.seed, problem.run(contestant, settings, plan))
+
+
+def time_trial(
+    problem: Problem, contestant: Contestant, rules: Rules, cap: int, settings: Settings, best: Trial | None
+) -> Trial:
+    """A run to the target. It is stopped where it has made as many updates as the best so far needed: it cannot win."""
+    limit = cap
+    if best is not None and best.details["reached"]:
+        limit = max(rules.every, int(best.value))
+    run = problem.run(contestant, settings, rules.plan(limit, TUNING_SEED, rules.target))
+    return judged(settings, run, rules.target, cap, stopped=limit < cap)
+
+
+def judged(settings: Settings, run: Run, target: float, cap: int, stopped: bool) -> Trial:
+    """A trial's value: updates to the target, or `cap (1 + error / target)` with the last error where that was missed.
+
+    A run that diverged counts with its first error. `stopped` tells that a run that missed had less than the cap.
+    """
+    row = run.reaching(target)
+    last = run.rows[-1] if run.rows else None
+    details = {
+        "reached": row is not None,
+        "stopped": stopped and row is None and run.failure is None,
+        "updates": last and last.update,
+        "error": last and last.train_error,
+        "seconds": last and last.seconds,
+    }
+    if run.failure is not None or last is None:
+        return Trial(settings, cap * (1 + run.first_error / target), run.failure, details)
+    value = cap * (1 + last.train_error / target) if row is None else float(row.update)
+    return Trial(settings, value, details=details)

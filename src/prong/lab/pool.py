@@ -1,0 +1,95 @@
+"""Work in several processes, each with one thread, whose results do not depend on how many there are."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+Job = Callable[[], Result]
+
+
+def side_by_side(
+    names: Iterable[str],
+    next_job: Callable[[str], Job[Result] | None],
+    on_result: Callable[[str, Result], None],
+    workers: int = 1,
+) -> None:
+    """Do the jobs of every name one after another, those of different names side by side.
+
+    A name's next job is asked for when the result of its last one has been handed over, and names take turns. With one
+    worker the jobs are done in this process, else in others, to which they must be able to travel.
+    """
+    waiting, running = deque(names), dict[Future[Result], str]()
+    with _executor(workers) as executor:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                name = waiting.popleft()
+                job = next_job(name)
+                if job is not None:
+                    running[executor.submit(job)] = name
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                name = running.pop(future)
+                on_result(name, future.result())
+                waiting.append(name)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch as in every worker: one thread, since sums depend on their number, and no denormals, which are slow."""
+    threads = torch.get_num_threads()
+    _be_single()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _executor(workers: int) -> Iterator[Executor]:
+    if workers == 1:
+        with one_thread():
+            yield _Here()
+        return
+    context = multiprocessing.get_context("spawn")  # a fork of a process with threads, such as torch's, may hang
+    with ProcessPoolExecutor(workers, context, initializer=_prepare) as executor:
+        try:
+            yield executor
+        except BaseException:
+            executor.shutdown(cancel_futures=True)
+            raise
+
+
+class _Here(Executor):
+    """Does a job at once, in this process."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def _prepare() -> None:
+    """Begin a worker: single-threaded, and not to outlive the process that wants its results."""
+    _be_single()
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _be_single() -> None:
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # sigmoid units make them
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()  # it may be killed with no time to say so
+        os._exit(1)

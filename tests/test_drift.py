@@ -1,0 +1,262 @@
+"""period="auto": layers are refreshed when their inputs have drifted, each on its own; lag: in another thread."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import prong
+from prong import schedule
+from prong.drift import ENOUGH, EVERY, FIRST, TOLERANCE, Drift, whitened_rows
+from prong.statistics import Moments
+from prong.whitening import Whitening, whiten
+from tests.training import batches, canonical, mlp, run, tensors
+
+DOUBLE = torch.float64
+EXACT = {"rtol": 0.0, "atol": 0.0}
+
+
+def sample(rows: int, size: int = 8, seed: int = 0) -> torch.Tensor:
+    torch.manual_seed(0)
+    mix = torch.randn(2, size, size, dtype=DOUBLE)
+    torch.manual_seed(seed + 1)
+    return torch.randn(2, rows, size, dtype=DOUBLE) @ mix + 1
+
+
+# The measure ----------------------------------------------------------------------------------------------------------
+
+
+def measured(rows: torch.Tensor, times: int = ENOUGH, basis: str | None = None) -> float:
+    """The drift of these rows against the sample's own."""
+    m = Moments(2, 8, DOUBLE)
+    m.add(sample(4000))
+    w = whiten(m, 0.01, basis)
+    drift = Drift()
+    for part in sample(FIRST * 200, seed=1).chunk(FIRST, dim=1):
+        drift.add(part, w)
+    for part in rows.chunk(times, dim=1):
+        drift.add(part, w)
+    return drift.value()
+
+
+@pytest.mark.parametrize("basis", [None, "pca"])
+def test_drift_is_near_zero_on_the_same_distribution_and_grows_with_change(basis):
+    same = sample(ENOUGH * 200, seed=2)
+    assert measured(same, basis=basis) < 0.1
+    assert measured(1.05 * (same - 1) + 1, basis=basis) < measured(1.4 * (same - 1) + 1, basis=basis)
+    assert measured(1.4 * (same - 1) + 1, basis=basis) > TOLERANCE, "wider"
+    assert measured(same + 1, basis=basis) > TOLERANCE, "shifted"
+    assert measured(same @ torch.linalg.qr(torch.randn(8, 8, dtype=DOUBLE)).Q, basis=basis) > TOLERANCE, "turned"
+    assert measured(3 * same, times=ENOUGH - 1, basis=basis) == 0, "too little to tell"
+
+
+def test_whitened_rows_of_a_thin_p_are_those_of_the_matrix_it_stands_for():
+    rows = torch.randn(1, 50, 16, dtype=DOUBLE)
+    Q = 0.1 * torch.randn(1, 16, 3, dtype=DOUBLE)
+    c = torch.randn(1, 16, dtype=DOUBLE)
+    dense = 10 * torch.eye(16, dtype=DOUBLE) - Q @ Q.mT
+    found = whitened_rows(rows, Whitening(c, 0.1, P=Q, tail=10.0))
+    torch.testing.assert_close(found, whitened_rows(rows, Whitening(c, 0.1, P=dense)), rtol=1e-10, atol=1e-10)
+
+
+def test_dead_inputs_do_not_drift():
+    rows = sample(600)
+    rows[..., 3] = 0
+    m = Moments(2, 8, DOUBLE)
+    m.add(rows)
+    drift = Drift()
+    for _ in range(FIRST + ENOUGH):
+        drift.add(rows, whiten(m, 0.1))
+    assert drift.value() < 0.1
+
+
+# The schedule ---------------------------------------------------------------------------------------------------------
+
+
+def refreshed_at(model: nn.Module, optimizer, data) -> dict[str, list[int]]:
+    """After which updates each site got a new whitening."""
+    times: dict[str, list[int]] = {name: [] for name in optimizer.refresher.sites}
+    for x, y in data:
+        before = {name: site.whitening for name, (_, site) in optimizer.refresher.sites.items()}
+        run(model, optimizer, [(x, y)])
+        for name, (_, site) in optimizer.refresher.sites.items():
+            if site.whitening is not before[name]:
+                times[name].append(optimizer.refresher.updates)
+    return times
+
+
+@pytest.mark.parametrize("form", ["implicit", "explicit"])
+def test_layers_are_refreshed_when_and_only_when_their_inputs_drift(form):
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=64, form=form)
+    data = batches(model, 1)[0]
+    torch.manual_seed(0)
+    still = [(torch.randn_like(data[0]), data[1]) for _ in range(12 * EVERY)]
+    times = refreshed_at(model, optimizer, still)
+    assert all(t == [1, 2, 4] for t in times.values()), "the first ones, until a window was full; nothing moves at lr 0"
+    assert optimizer.refresher.next_refresh() is None
+    moved = [(x * 3, y) for x, y in still]
+    times = refreshed_at(model, optimizer, moved)
+    assert len(times["0"]) == 1 or len(times["0"]) == 2
+    after = refreshed_at(model, optimizer, moved)
+    assert after["0"] == [], "white again"
+    if form == "implicit":
+        variance = 9 * torch.cat([x for x, _ in still]).var()
+        assert 0.5 < model[0].sites[0].whitening.P[0].diagonal().mean() * (variance + 0.1) < 2
+
+
+def test_only_the_layer_that_drifted_is_refreshed():
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]).double()
+    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=64)
+    times: dict[int, list[int]] = {0: [], 1: []}
+    for update in range(30 * EVERY):
+        before = [layer.sites[0].whitening for layer in model]
+        first, second = torch.randn(2, 16, 4, dtype=DOUBLE)
+        optimizer.zero_grad()
+        (model[0](first).square().mean() + model[1](second * (4 if update > 100 else 1)).square().mean()).backward()
+        optimizer.step()
+        for i, layer in enumerate(model):
+            if layer.sites[0].whitening is not before[i]:
+                times[i].append(update + 1)
+    assert times[0] == [1, 2, 4] and times[1][:3] == [1, 2, 4]
+    assert 1 <= len(times[1][3:]) <= 3 and all(t > 100 for t in times[1][3:])
+
+
+def test_a_loader_is_asked_when_something_drifts():
+    model = mlp()
+    data = batches(model, 4)
+    loader = [x for x, _ in data]
+    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=64, source=loader)
+    same = [(x, y) for x, y in data] * 30
+    assert all(t == [] for t in refreshed_at(model, optimizer, same[: 10 * EVERY]).values())
+    loader[:] = [3 * x for x in loader]
+    times = refreshed_at(model, optimizer, [(3 * x, y) for x, y in same[: 10 * EVERY]])
+    assert len(times["0"]) >= 1
+
+
+@pytest.mark.parametrize("options", [{"period": "auto"}, {"period": 8, "lag": 3}, {"period": "auto", "lag": 2}])
+@pytest.mark.parametrize("form", ["implicit", "explicit"])
+def test_stopping_at_any_update_and_resuming_changes_nothing(form, options):
+    data = batches(mlp(), 40)
+    data = [(x * (1 + i / 10), y) for i, (x, y) in enumerate(data)]
+    make = lambda m: prong.PRONG(m, 0.01, eps=0.1, samples=48, form=form, **options)  # noqa: E731
+    whole = mlp()
+    optimizer = make(whole)
+    states = {}
+    for i, pair in enumerate(data):
+        if i in (3, 9, 17, 18, 19, 26):
+            states[i] = ({k: v.clone() for k, v in whole.state_dict().items()}, optimizer.state_dict())
+            states[i] = torch.load(_file(states[i]), weights_only=True)
+        run(whole, optimizer, [pair])
+    for i, (weights, state) in states.items():
+        model = mlp()
+        other = make(model)
+        model.load_state_dict(weights)
+        other.load_state_dict(state)
+        run(model, other, data[i:])
+        torch.testing.assert_close(canonical(model), canonical(whole), **EXACT)
+        torch.testing.assert_close(
+            tensors(other.state_dict()["prong"]), tensors(optimizer.state_dict()["prong"]), **EXACT
+        )
+
+
+def _file(state):
+    import io
+
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+# In another thread ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["implicit", "explicit"])
+def test_a_refresh_with_a_lag_is_the_same_refresh_later(form, monkeypatch):
+    threads = []
+    original = schedule.whitenings_of
+    monkeypatch.setattr(
+        schedule, "whitenings_of", lambda *a: threads.append(threading.current_thread().name) or original(*a)
+    )
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.0, eps=0.1, period=16, samples=64, form=form, lag=3)
+    times = refreshed_at(model, optimizer, batches(model, 1) * 40)
+    # Where refreshes are closer than the lag, a waiting one is applied when the next is due.
+    assert times["0"] == [2, 4, 7, 11, 19, 35]
+    assert len(threads) == 6 and all(name.startswith("prong") for name in threads)
+    now = mlp()
+    immediate = prong.PRONG(now, 0.0, eps=0.1, period=16, samples=64, form=form)
+    run(now, immediate, batches(now, 1) * 32)
+    kept = "P" if form == "implicit" else "U"
+    torch.testing.assert_close(
+        getattr(model[0].sites[0].whitening, kept), getattr(now[0].sites[0].whitening, kept), **EXACT
+    )
+
+
+@pytest.mark.parametrize("form", ["implicit", "explicit"])
+def test_the_function_is_kept_when_a_refresh_is_applied_in_mid_training(form):
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.05, eps=0.1, period=8, samples=32, form=form, lag=2)
+    probe = batches(model, 1)[0][0]
+    held = []
+    original = optimizer.refresher._change
+    optimizer.refresher._change = lambda new: (
+        held.append(model.eval()(probe)),
+        original(new),
+        held.append(model(probe)),
+    )
+    for pair in batches(model, 20):
+        model.train()
+        run(model, optimizer, [pair])
+    assert len(held) >= 6
+    for before, after in zip(held[::2], held[1::2], strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-10, atol=1e-10)
+
+
+def test_what_goes_wrong_in_the_thread_is_raised_when_the_refresh_is_due(monkeypatch):
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.0, eps=0.1, period=8, samples=32, lag=2)
+
+    def broken(*_):
+        raise FloatingPointError("layer '0': broken")
+
+    monkeypatch.setattr(schedule, "whitenings_of", broken)
+    x, y = batches(model, 1)[0]
+    run(model, optimizer, [(x, y)])
+    with pytest.raises(FloatingPointError, match="broken"):
+        run(model, optimizer, [(x, y)] * 2)
+
+
+def test_folding_forgets_a_refresh_under_way():
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.0, eps=0.1, period=64, samples=32, lag=20)
+    run(model, optimizer, batches(model, 1) * 3)
+    prong.fold_(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x, y = batches(model, 1)[0]
+        F.cross_entropy(model(x), y).backward()
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"period": "sometimes"}, TypeError, "period"),
+        ({"lag": -1}, ValueError, "lag"),
+        ({"lag": 1.5}, TypeError, "lag"),
+        ({"period": "auto", "plus": True}, ValueError, "hides drift"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, error, message):
+    model = mlp()
+    with pytest.raises(error, match=message):
+        prong.PRONG(model, 0.1, **options)
+    assert type(model[0]) is nn.Linear
