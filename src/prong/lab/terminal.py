@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 def make_console() -> Console:
     """Standard output, wide enough for tables where it is no terminal."""
     console = Console()
-    return console if console.is_terminal else Console(width=140)
+    return console if console.is_terminal else Console(width=160)
 
 
 @contextmanager
