@@ -24,8 +24,8 @@ check: $(READY)  ## format, lint, types
 docs: $(READY)  ## the documentation as a site/ folder
 	$(RUN) -m mkdocs build --strict --quiet
 
-bench: $(READY)  ## the cost of an update, PRONG beside its baselines
-	$(RUN) -m prong.lab.bench
+bench: $(READY)  ## the cost of an update, PRONG beside its peers; `prong bench --help` has more
+	$(VENV)/bin/prong bench step-cost
 
 clean:
 	rm -rf $(VENV) site

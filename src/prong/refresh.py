@@ -130,6 +130,7 @@ def whitenings_of(
     return new
 
 
+BATCHED = 128  # inputs, up to which factorisations on the CPU are batched
 Request = tuple[Moments, float, Basis | None, bool, float]  # the arguments of `whiten`
 
 
@@ -144,6 +145,8 @@ def _whiten_batched(requests: Iterable[Request]) -> dict[Request, Whitening]:
     alike: dict[Any, list[Request]] = {}
     for request in dict.fromkeys(requests):
         mean = request[0].mean
+        if mean.device.type == "cpu" and mean.shape[1] > BATCHED:
+            continue  # there large ones are factorised one by one anyway, and together take more memory
         alike.setdefault((mean.shape[1], mean.dtype, mean.device, *request[1:]), []).append(request)
     known: dict[Request, Whitening] = {}
     for group in alike.values():

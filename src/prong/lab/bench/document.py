@@ -1,0 +1,106 @@
+"""`prong bench report`: the tables and pictures of docs/performance.md, made from the records in results/."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prong.lab.bench import refresh, scaling, step_cost
+from prong.lab.bench.sheets import Sheet, as_markdown, origin
+from prong.lab.terminal import make_console
+
+PAGE = "performance.md"
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page, between `<!-- begin NAME -->` and `<!-- end NAME -->`, from results/NAME.json.
+
+    Attributes:
+        name: of the benchmark, the record and the part.
+        sheets: the tables of a record.
+        picture: the PNG file of a record, if there is one.
+        command: what makes the record.
+    """
+
+    name: str
+    sheets: Callable[[Record], Sequence[Sheet]]
+    picture: Callable[[Record], bytes] | None
+    command: str
+
+
+SECTIONS = (
+    Section("step-cost", step_cost.sheets, None, "prong bench step-cost --json results/step-cost.json"),
+    Section("refresh", refresh.sheets, refresh.picture, "prong bench refresh --json results/refresh.json"),
+    Section("scaling", scaling.sheets, scaling.picture, "prong bench scaling --json results/scaling.json"),
+    # The section of `prong bench race` goes here, and its two markers into docs/performance.md.
+)
+
+
+def main(results: Path = Path("results"), docs: Path = Path("docs")) -> None:
+    """Write the tables and pictures of docs/performance.md anew, from the records in results/.
+
+    What stands between the markers of a section is replaced; the rest of the page is left as it is. Without new
+    records nothing changes.
+
+    Args:
+        results: folder of step-cost.json, refresh.json, scaling.json; those that are missing are named on the page.
+        docs: folder of performance.md and its pictures.
+    """
+    page = docs / PAGE
+    try:
+        text = page.read_text()
+    except OSError as error:
+        raise SystemExit(f"{page} cannot be read: {error.strerror}") from error
+    pictures: dict[Path, bytes] = {}
+    for section in SECTIONS:
+        record, problem = load(results / f"{section.name}.json", section.name)
+        picture = docs / f"{section.name}.png" if record is not None and section.picture is not None else None
+        if record is not None and section.picture is not None and picture is not None:
+            pictures[picture] = section.picture(record)
+        text = replace_section(text, section.name, render(section, record, problem, picture))
+    console = make_console()
+    for path, content in {page: text.encode(), **pictures}.items():
+        changed = not path.exists() or path.read_bytes() != content
+        if changed:
+            path.write_bytes(content)
+        console.print(f"{'written' if changed else 'unchanged'}: {path}", highlight=False, soft_wrap=True)
+
+
+def load(path: Path, name: str) -> tuple[Record | None, str]:
+    """The record of a benchmark; or None, and why.
+
+    A record that an older version made is none: its numbers mean something else.
+    """
+    if not path.exists():
+        return None, "Not measured yet."
+    try:
+        record = json.loads(path.read_text())
+    except ValueError as error:
+        raise SystemExit(f"{path} is not a record: {error}") from error
+    if not isinstance(record, dict) or record.get("bench") != name:
+        return None, f"{path.name} is of another version and is not shown."
+    return record, ""
+
+
+def render(section: Section, record: Record | None, problem: str, picture: Path | None) -> str:
+    """The text of a section."""
+    made_by = f"Made by `{section.command}`"
+    if record is None:
+        return f"{problem} {made_by}."
+    tables = [as_markdown(sheet) for sheet in section.sheets(record)]
+    image = [f"![{section.name}]({picture.name})"] if picture is not None else []
+    return "\n\n".join([*tables, *image, f"{made_by}: {origin(dict(record))}."])
+
+
+def replace_section(text: str, name: str, content: str) -> str:
+    """The page with the text between a section's markers replaced."""
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise SystemExit(f"{PAGE} needs the lines {begin} and {end}, once and in this order")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{content}\n{end}{rest.split(end)[1]}"

@@ -1,0 +1,66 @@
+"""Tables, once for the terminal and once for the documentation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+NONE = "-"
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table as text: the first column names the row, the others hold numbers."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+def as_rich(sheet: Sheet) -> Table:
+    """For the terminal."""
+    table = Table(title=sheet.title, caption=sheet.note or None, caption_justify="left")
+    for number, heading in enumerate(sheet.headings):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=number == 0)
+    for row in sheet.rows:
+        table.add_row(*row)
+    return table
+
+
+def as_markdown(sheet: Sheet) -> str:
+    """For the documentation."""
+    rule = ["---", *["---:"] * (len(sheet.headings) - 1)]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (sheet.headings, rule, *sheet.rows)]
+    note = f"\n\n{sheet.note}" if sheet.note else ""
+    return f"**{sheet.title}**\n\n" + "\n".join(lines) + note
+
+
+def number(value: float) -> str:
+    """Three digits that count, without powers of ten."""
+    if value == 0:
+        return "0"
+    digits = 2 - math.floor(math.log10(abs(value)))
+    return f"{value:,.{max(0, digits)}f}"
+
+
+def power(value: float | None) -> str:
+    """An exponent."""
+    return NONE if value is None else f"{value:.2f}"
+
+
+def percent(part: float, whole: float) -> str:
+    """A share."""
+    return f"{100 * part / whole:.1f} %"
+
+
+def origin(record: dict[str, Any]) -> str:
+    """Where and with which code a record was made."""
+    environment = record["environment"]
+    threads = f"{environment['threads']} thread{'s' if environment['threads'] != 1 else ''}"
+    commit = record["commit"] or "none"
+    return f"torch {environment['torch']}, {threads}, {environment['platform']}; commit {commit}"

@@ -1,0 +1,151 @@
+"""The `prong` command. Nothing of the lab is imported before the command that needs it is known."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+LIBRARIES = ("matplotlib", "mlxtend", "numpy", "optuna", "pytorch_optimizer", "rich", "tyro")  # of the lab extra
+
+
+@dataclass(frozen=True)
+class Command:
+    """A function that is a command: its options are its arguments.
+
+    Attributes:
+        target: where it is, as `module:function`.
+        summary: what it does, in a line.
+        examples: how it is called.
+    """
+
+    target: str
+    summary: str
+    examples: tuple[str, ...]
+
+    def load(self) -> Callable[..., Any]:
+        """The function."""
+        module, _, function = self.target.partition(":")
+        return getattr(import_module(module), function)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Commands under one name."""
+
+    summary: str
+    members: Mapping[str, Command | Group]
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """One of each member."""
+        return tuple(member.examples[0] for member in self.members.values())
+
+
+BENCH = Group(
+    "What PRONG costs: time and memory, measured here.",
+    {
+        "step-cost": Command(
+            "prong.lab.bench.step_cost:main",
+            "Time and memory of one update, PRONG beside its peers.",
+            (
+                "prong bench step-cost --json results/step-cost.json",
+                "prong bench step-cost --tasks autoencoder --batches 128 --no-slow",
+                'prong bench step-cost --tasks cifar10 --methods PRONG "batch norm"',
+            ),
+        ),
+        "refresh": Command(
+            "prong.lab.bench.refresh:main",
+            "What a refresh of one layer takes, part by part, against its width.",
+            (
+                "prong bench refresh --json results/refresh.json",
+                "prong bench refresh --max-width 1024 --samples 12800 --plot refresh.png",
+            ),
+        ),
+        "scaling": Command(
+            "prong.lab.bench.scaling:main",
+            "How the cost of an update grows with depth, width and batch.",
+            (
+                "prong bench scaling --json results/scaling.json",
+                "prong bench scaling --depths 2 4 --widths 128 256 --batches 64 128 --plot scaling.png",
+            ),
+        ),
+        "race": Command(
+            "prong.lab.race:race",
+            "Race to given errors on the paper's autoencoder, every method tuned alike.",
+            (
+                "prong bench race --workers 2 --json results/race.json",
+                "prong bench race --methods PRONG Adam --trials 5 --cap 30 --json runs/race.json",
+            ),
+        ),
+        "report": Command(
+            "prong.lab.bench.document:main",
+            "Write the tables and pictures of docs/performance.md anew, from the records in results/.",
+            ("prong bench report", "prong bench report --results runs --docs docs"),
+        ),
+    },
+)
+PRONG = Group(
+    "Natural neural networks: the lab of the paper's experiments.",
+    {
+        "demo": Command(
+            "prong.lab.demo:main",
+            "Train the paper's autoencoder with PRONG and others, and compare them.",
+            ("prong demo", "prong demo --updates 100 --out runs/demo"),
+        ),
+        "bench": BENCH,
+    },
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command that the arguments name; by default those that the program was called with."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        _run(words)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in LIBRARIES:
+            raise
+        raise SystemExit(
+            f"the prong command needs {error.name}, which is not installed. Install the lab: pip install 'prong[lab]'"
+        ) from None
+
+
+def _run(words: list[str]) -> None:
+    import tyro
+
+    called, found = "prong", PRONG
+    while words and isinstance(found, Group) and words[0] in found.members:
+        called += f" {words[0]}"
+        found = found.members[words.pop(0)]  # type: ignore[assignment]
+    if isinstance(found, Command):
+        function = found.load()
+        tyro.cli(function, prog=called, args=words, description=_description(found, function))
+    else:  # help, or no such command: tyro says it, from summaries alone
+        members = {name: _placeholder(member.summary) for name, member in found.members.items()}
+        tyro.extras.subcommand_cli_from_dict(
+            members, prog=called, args=words, description=_description(found), sort_subcommands=False
+        )
+
+
+def _description(found: Command | Group, function: Callable[..., Any] | None = None) -> str:
+    """What help says above the options: all but the arguments of the docstring, and examples."""
+    documentation = inspect.getdoc(function) if function is not None else None
+    text = (documentation or found.summary).partition("\nArgs:")[0].strip()
+    examples = "\n".join(f"  {example}" for example in found.examples)
+    return f"{text}\n\nexamples:\n{examples}"
+
+
+def _placeholder(summary: str) -> Callable[[], None]:
+    def nothing() -> None:
+        pass
+
+    nothing.__doc__ = summary
+    return nothing
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""How commands speak: a console, a bar while they work, and one line when they are asked the impossible."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+def make_console() -> Console:
+    """Standard output, wide enough for tables where it is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
+@contextmanager
+def progress(console: Console, what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A function to call at each of `total` steps, which moves a bar if there is a terminal to draw it on."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    clocks = (TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, *clocks, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def announce(console: Console, **files: Path | None) -> None:
+    """Tell where files were written, those that were."""
+    for what, path in files.items():
+        if path is not None:
+            console.print(f"{what}: {path}", highlight=False, soft_wrap=True)
+
+
+def at_least(least: int, **options: int | Iterable[int]) -> None:
+    """Leave with one line if an option, or one of its values, is smaller."""
+    for name, given in options.items():
+        for value in [given] if isinstance(given, int) else given:
+            if value < least:
+                raise SystemExit(f"--{name.replace('_', '-')} is at least {least}, got {value}")
+
+
+def known(option: str, given: Iterable[str], names: Iterable[str]) -> None:
+    """Leave with one line if an option names something unknown."""
+    names = list(names)
+    for name in given:
+        if name not in names:
+            raise SystemExit(f"--{option} knows no {name!r}. Choose from: {'; '.join(names)}")
+
+
+def writable(**options: Path | None) -> None:
+    """Leave with one line if a file could not be written, rather than after hours of work."""
+    for name, path in options.items():
+        if path is None:
+            continue
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SystemExit(f"--{name} {path} cannot be written: {error}") from error
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            raise SystemExit(f"--{name} {path} cannot be written: {'it is a folder' if path.is_dir() else 'no access'}")

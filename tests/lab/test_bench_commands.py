@@ -1,0 +1,244 @@
+"""The benchmarks run as a user runs them, leave complete records, and the page of results is made from those."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.image import imread
+from rich.console import Console
+
+from prong.lab.bench import document, refresh, scaling, step_cost
+from prong.lab.bench.contest import SETTINGS
+from prong.lab.terminal import progress
+from tests.lab.digits import contents, write_files
+
+PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+COMMANDS = {
+    "step-cost": "--tasks autoencoder --batches 16 --methods PRONG Adam --repetitions 2 --samples 64 --block 2",
+    "refresh": "--max-width 128 --samples 100 --batch 32 --repetitions 2",
+    "scaling": "--depths 1 2 --widths 8 16 --batches 4 8 --samples 16 --repetitions 2 --block 2",
+}
+
+
+class Runs:
+    """What the three commands printed and recorded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.results = folder / "results"
+        write_files(folder / "data", contents(train=160, test=20))
+        environment = {**os.environ, "PRONG_DATA": str(folder / "data")}
+        self.printed = {}
+        for name, options in COMMANDS.items():
+            command = [sys.executable, "-W", "error", "-m", "prong.lab.cli", "bench", name, *options.split()]
+            command += ["--json", str(self.results / f"{name}.json")]
+            if name != "step-cost":
+                command += ["--plot", str(folder / f"{name}.png")]
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+            assert (done.returncode, done.stderr) == (0, ""), done.stderr
+            self.printed[name] = done.stdout
+
+    def record(self, name: str) -> dict[str, Any]:
+        return json.loads((self.results / f"{name}.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_record_tells_configuration_environment_and_commit(runs: Runs, name: str) -> None:
+    record = runs.record(name)
+    assert record["bench"] == name
+    assert record["config"]["repetitions"] == 2
+    assert record["environment"]["torch"] == torch.__version__ and "commit" in record and "prong" in record
+    assert str(runs.results / f"{name}.json") in runs.printed[name], "where it is"
+    assert "\x1b" not in runs.printed[name], "no colours where there is no terminal"
+    assert len(list(runs.results.iterdir())) == len(COMMANDS), "nothing half-written"
+
+
+def test_step_cost_prints_and_records_every_part_of_every_method(runs: Runs) -> None:
+    record = runs.record("step-cost")
+    config = record["config"]
+    assert config["methods"] == ["PRONG", "SGD", "Adam"], "the baseline is always there"
+    assert (config["period"], config["samples"], config["settings"]) == (1000, 64, SETTINGS)
+    (cost,) = record["costs"]
+    assert (cost["task"], cost["batch"], cost["data"]) == ("autoencoder", 16, "MNIST, 160 training and 20 test digits")
+    assert cost["parameter_bytes"] == 4 * 2_837_314
+    times = {name: {part: len(ms) for part, ms in entry["ms"].items()} for name, entry in cost["methods"].items()}
+    assert times == {"PRONG": {"update": 2, "open": 2, "refresh": 2}, "SGD": {"update": 2}, "Adam": {"update": 2}}
+    shown = runs.printed["step-cost"]
+    assert all(
+        word in shown for word in ("autoencoder, batch 16", "PRONG", "Adam", "times SGD", "1.00", "Medians of 2")
+    )
+
+
+def test_refresh_prints_and_records_every_part_at_every_width(runs: Runs) -> None:
+    record = runs.record("refresh")
+    assert record["config"]["widths"] == [64, 128]
+    assert [(row["samples"], row["dtype"], row["width"]) for row in record["times"]] == [
+        (100, dtype, width) for dtype in ("float32", "float64") for width in (64, 128)
+    ]
+    for row in record["times"]:
+        assert list(row["ms"]) == list(refresh.PARTS)
+        assert all(len(values) == 2 and min(values) > 0 for values in row["ms"].values())
+    assert all(word in runs.printed["refresh"] for word in ("float64", "128", "plain", "exponent from 512 on"))
+    assert imread(runs.results.parent / "refresh.png").ndim == 3
+
+
+def test_scaling_prints_and_records_every_size(runs: Runs) -> None:
+    record = runs.record("scaling")
+    sizes = [(point["axis"], point["depth"], point["width"], point["batch"]) for point in record["points"]]
+    assert sizes == [
+        ("depth", 1, 512, 128),
+        ("depth", 2, 512, 128),
+        ("width", 4, 8, 128),
+        ("width", 4, 16, 128),
+        ("batch", 4, 512, 4),
+        ("batch", 4, 512, 8),
+    ]
+    assert all(list(point["methods"]) == ["PRONG", "SGD"] for point in record["points"])
+    assert all(word in runs.printed["scaling"] for word in ("depth", "width", "batch", "exponent", "ratio"))
+    assert imread(runs.results.parent / "scaling.png").ndim == 3
+
+
+def test_exponents_are_those_of_wide_layers_only() -> None:
+    milliseconds = {width: [width**3 if width >= 512 else 1e9] for width in (64, 256, 512, 1024, 2048)}
+    times = [
+        {"samples": 9, "dtype": "float32", "width": width, "ms": dict.fromkeys(refresh.PARTS, values)}
+        for width, values in milliseconds.items()
+    ]
+    (table,) = refresh.sheets({"config": {"samples": [9], "repetitions": 1}, "times": times})
+    assert list(table.rows[-1]) == ["exponent from 512 on", *["3.00"] * len(refresh.PARTS)]
+
+
+def documented(runs: Runs, docs: Path) -> str:
+    document.main(results=runs.results, docs=docs)
+    return (docs / document.PAGE).read_text()
+
+
+def test_the_page_is_made_from_records_and_a_second_time_nothing_changes(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / document.PAGE).write_text(PAGE.read_text())
+    text = documented(runs, tmp_path)
+    assert "| PRONG |" in text and "refresh of a layer" in text and "against its depth" in text
+    assert "(refresh.png)" in text and imread(tmp_path / "scaling.png").ndim == 3
+    assert runs.record("scaling")["environment"]["torch"] in text and "Not measured yet" not in text
+    files = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
+    assert capsys.readouterr().out.count("written") == 3
+    assert documented(runs, tmp_path) == text
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()} == files
+    assert capsys.readouterr().out.count("unchanged") == 3
+
+
+def test_prose_around_the_tables_stays(runs: Runs, tmp_path: Path) -> None:
+    parts = [f"before {name}\n<!-- begin {name} -->\nold\n<!-- end {name} -->\nafter {name}\n" for name in COMMANDS]
+    (tmp_path / document.PAGE).write_text("".join(parts))
+    text = documented(runs, tmp_path)
+    assert "old" not in text
+    for name in COMMANDS:
+        begin, end = text.index(f"<!-- begin {name} -->"), text.index(f"<!-- end {name} -->")
+        assert text[:begin].endswith(f"before {name}\n") and text[end:].startswith(
+            f"<!-- end {name} -->\nafter {name}\n"
+        )
+
+
+def test_what_was_not_measured_or_by_another_version_is_said_on_the_page(runs: Runs, tmp_path: Path) -> None:
+    page = tmp_path / document.PAGE
+    page.write_text(PAGE.read_text())
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "scaling.json").write_text('{"times": {}}')
+    document.main(results=results, docs=tmp_path)
+    text = page.read_text()
+    assert text.count("Not measured yet. Made by `prong bench") == 2
+    assert "scaling.json is of another version and is not shown." in text
+    (results / "refresh.json").write_text("{")
+    with pytest.raises(SystemExit, match=r"refresh\.json is not a record"):
+        document.main(results=results, docs=tmp_path)
+
+
+@pytest.mark.parametrize("page", [None, "no markers", "<!-- end step-cost --><!-- begin step-cost -->"])
+def test_a_page_that_cannot_be_filled_is_an_error_and_stays(runs: Runs, tmp_path: Path, page: str | None) -> None:
+    if page is not None:
+        (tmp_path / document.PAGE).write_text(page)
+    with pytest.raises(SystemExit, match="cannot be read" if page is None else "<!-- begin step-cost -->"):
+        documented(runs, tmp_path)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ([] if page is None else [page])
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        (step_cost.main, {"repetitions": 0}, "--repetitions is at least 1, got 0"),
+        (step_cost.main, {"batches": (8, 0)}, "--batches is at least 1, got 0"),
+        (step_cost.main, {"period": 0}, "--period is at least 1"),
+        (step_cost.main, {"samples": 1}, "--samples is at least 2"),
+        (step_cost.main, {"block": 0}, "--block is at least 1"),
+        (step_cost.main, {"tasks": ("mnist",)}, "--tasks knows no 'mnist'. Choose from: autoencoder; cifar10"),
+        (step_cost.main, {"methods": ("Sgd",)}, "--methods knows no 'Sgd'. Choose from: PRONG; PRONG, balanced"),
+        (step_cost.main, {"tasks": ("autoencoder",), "batches": (161,)}, "a batch of 161 is more than the data holds"),
+        (refresh.main, {"max_width": 63}, "--max-width is at least 64, got 63"),
+        (refresh.main, {"samples": ()}, "--samples needs a number"),
+        (refresh.main, {"samples": (1,)}, "--samples is at least 2"),
+        (scaling.main, {"widths": (0,)}, "--widths is at least 1"),
+        (scaling.main, {"samples": 0}, "--samples is at least 2"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line_before_anything_is_timed(
+    mnist: Path, monkeypatch: pytest.MonkeyPatch, command: Any, options: dict[str, Any], message: str
+) -> None:
+    for module in (step_cost, refresh, scaling):
+        monkeypatch.setattr(module, "measure", lambda *_, **__: pytest.fail("something was timed"))
+    with pytest.raises(SystemExit) as caught:
+        command(**options)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_written_are_refused_before_anything_is_timed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "record.json"):
+        with pytest.raises(SystemExit, match=r"--json .* cannot be written"):
+            scaling.main(json=path)
+        with pytest.raises(SystemExit, match=r"--plot .* cannot be written"):
+            refresh.main(plot=path)
+
+
+def test_missing_digits_are_said_before_anything_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRONG_DATA", str(tmp_path))
+    with pytest.raises(SystemExit, match="no MNIST in"):
+        step_cost.main()
+
+
+def test_slow_methods_are_left_out_on_request_unless_named() -> None:
+    assert step_cost.choose(()) == list(step_cost.TIMED)
+    assert step_cost.choose((), slow=False) == [name for name in step_cost.TIMED if name not in step_cost.SLOW]
+    assert step_cost.choose(("SOAP", "PRONG"), slow=False) == ["PRONG", "SGD", "SOAP"]
+    assert set(step_cost.SLOW) < set(step_cost.TIMED)
+
+
+def test_a_method_that_needs_a_missing_package_is_left_out_or_refused_by_name(
+    mnist: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.opt_einsum, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="'PSGD-Kron' cannot run here: without the package opt_einsum"):
+        step_cost.main(methods=("PSGD-Kron",))
+    monkeypatch.setattr(torch.backends.opt_einsum, "is_available", lambda: True)
+    assert step_cost.unavailable() == {}
+
+
+def test_a_terminal_gets_a_bar_and_a_file_does_not() -> None:
+    for terminal in (True, False):
+        console = Console(force_terminal=terminal, width=110, file=StringIO(), record=True)
+        with progress(console, "blocks", 3) as on_step:
+            on_step()
+        assert ("blocks" in console.export_text()) == terminal

@@ -1,0 +1,126 @@
+"""The `prong` command finds its commands, helps with all of them, and says what is missing."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import tyro
+
+from prong.lab import cli
+from prong.lab.cli import BENCH, PRONG, Command, main
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    output = capsys.readouterr()
+    return output.out if caught.value.code == 0 else output.err
+
+
+def test_the_package_installs_the_command() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"prong": "prong.lab.cli:main"}
+    assert "$(VENV)/bin/prong bench step-cost" in (ROOT / "Makefile").read_text()
+
+
+def test_help_lists_the_commands_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed(capsys, "--help")
+    assert "demo" in shown and "bench" in shown and "examples:\n  prong demo" in shown
+    shown = printed(capsys, "bench", "--help")
+    assert all(name in shown for name in BENCH.members) and "examples:\n  prong bench step-cost" in shown
+
+
+def commands() -> dict[str, Command]:
+    """All of them, by what is typed."""
+    bench = {f"bench {name}": command for name, command in BENCH.members.items()}
+    return {name: c for name, c in {**PRONG.members, **bench}.items() if isinstance(c, Command)}
+
+
+@pytest.mark.parametrize("name", commands())
+def test_every_command_explains_its_options_and_shows_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = commands()[name]
+    shown = printed(capsys, *name.split(), "--help")
+    assert f"usage: prong {name}" in shown and "Args:" not in shown
+    assert all(f"  {example}\n" in shown for example in command.examples)
+    for option in inspect.signature(command.load()).parameters:
+        assert f"--{option.replace('_', '-')}" in shown
+
+
+@pytest.mark.parametrize("name", commands())
+def test_examples_are_commands_that_parse(name: str) -> None:
+    function = commands()[name].load()
+    for example in commands()[name].examples:
+        called, _, options = example.partition(" --")
+        assert called == f"prong {name}"
+        given = functools.wraps(function)(lambda **options: options)
+        words = shlex.split(f"--{options}") if options else []
+        assert tyro.cli(given, args=words).keys() == inspect.signature(function).parameters.keys()
+
+
+def test_arguments_reach_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def demo(updates: int = 500) -> None:
+        seen.append(updates)
+
+    module = ModuleType("prong.lab.demo")
+    module.main = demo  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "prong.lab.demo", module)
+    main(["demo", "--updates", "3"])
+    main(["demo"])
+    assert seen == [3, 500]
+
+
+@pytest.mark.parametrize("words", [[], ["nope"], ["bench"], ["bench", "nope"], ["bench", "refresh", "--nope"]])
+def test_what_is_no_command_is_an_error(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code not in (0, None) and "--help" in capsys.readouterr().err
+
+
+def test_without_the_lab_extra_the_command_says_how_to_install_it() -> None:
+    for missing in ("tyro", "matplotlib"):
+        code = (
+            f"import sys; sys.modules[{missing!r}] = None; from prong.lab.cli import main; main(['bench', 'refresh'])"
+        )
+        done = python(code)
+        assert done.returncode == 1
+        assert done.stderr == (
+            f"the prong command needs {missing}, which is not installed. Install the lab: pip install 'prong[lab]'\n"
+        )
+
+
+def test_another_missing_module_is_not_blamed_on_the_lab_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(words: list[str]) -> None:
+        raise ModuleNotFoundError("No module named 'elsewhere'", name="elsewhere")
+
+    monkeypatch.setattr(cli, "_run", fail)
+    with pytest.raises(ModuleNotFoundError, match="elsewhere"):
+        main([])
+
+
+def test_help_needs_neither_the_benchmarks_nor_the_demo() -> None:
+    code = (
+        "import sys\nfrom prong.lab.cli import main\n"
+        "try: main(['bench', '--help'])\nexcept SystemExit: pass\n"
+        "sys.exit(str([m for m in sys.modules if m.startswith('prong.lab.') and m != 'prong.lab.cli'] or ''))"
+    )
+    assert python(code).stderr.strip() == ""
+
+
+def test_every_group_and_command_says_what_it_does() -> None:
+    assert all(member.summary.endswith(".") for group in (PRONG, BENCH) for member in group.members.values())
