@@ -71,7 +71,11 @@ def test_step_cost_prints_and_records_every_part_of_every_method(runs: Runs) -> 
     assert config["methods"] == ["PRONG", "SGD", "Adam"], "the baseline is always there"
     assert (config["period"], config["samples"], config["settings"]) == (1000, 64, SETTINGS)
     (cost,) = record["costs"]
-    assert (cost["task"], cost["batch"], cost["data"]) == ("autoencoder", 16, "MNIST, 160 training and 20 test digits")
+    assert (cost["task"], cost["batch"], cost["data"]) == (
+        "autoencoder",
+        16,
+        "MNIST, 160 training and 20 test digits; weights after 1 updates of PRONG",
+    )
     assert cost["parameter_bytes"] == 4 * 2_837_314
     times = {name: {part: len(ms) for part, ms in entry["ms"].items()} for name, entry in cost["methods"].items()}
     assert times == {"PRONG": {"update": 2, "open": 2, "refresh": 2}, "SGD": {"update": 2}, "Adam": {"update": 2}}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import prong
 from prong.lab.data import load_mnist
 from prong.lab.models import CROP, autoencoder, cifar10_net, mlp, transformer_block
 from prong.lab.training import minibatches
@@ -17,6 +19,7 @@ from prong.lab.training import minibatches
 TOKENS = 64  # per example of the transformer task
 WIDTH = 512  # of the transformer block
 POOL = 8  # random data: so many minibatches, drawn from again and again
+TRAINED = 300  # updates, before the autoencoder's cost is measured
 RANDOM = "random numbers of the right shape"
 
 
@@ -66,7 +69,32 @@ def autoencoder_task(largest: int) -> Task:
     if largest > len(digits.train):
         raise ValueError(f"a batch of {largest} is more than the data holds ({digits.source})")
     x = digits.train
-    return Task("autoencoder", lambda batch_norm: autoencoder(batch_norm=batch_norm), _entropy, x, x, digits.source)
+    updates = min(TRAINED, len(x) // 128)  # an epoch at most
+    weights = _trained(x, updates)
+
+    def make(batch_norm: bool) -> nn.Module:
+        model = autoencoder(batch_norm=batch_norm)
+        if not batch_norm:  # what a thin P costs depends on the activations, and so on the weights
+            model.load_state_dict(weights)
+        return model
+
+    return Task("autoencoder", make, _entropy, x, x, f"{digits.source}; weights after {updates} updates of PRONG")
+
+
+def _trained(x: Tensor, updates: int) -> dict[str, Tensor]:
+    """The autoencoder's weights in mid-training."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model = autoencoder()
+        optimizer = prong.PRONG(model, 1e-3, nesterov=True, eps=3e-2, period=200, samples=5000, balance=True)
+        optimizer.initialize(torch.split(x[:5000], 500))
+        for update, batch in enumerate(islice(minibatches(x, min(128, len(x)), seed=0), updates)):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 * min(1.0, (update + 1) / 50)
+            optimizer.zero_grad()
+            _entropy(model(batch), batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    return prong.fold_(model).state_dict()
 
 
 def cifar10_task(largest: int) -> Task:
