@@ -18,6 +18,7 @@ import pytest
 import tyro
 from matplotlib.image import imread
 
+from prong.lab.bench import document
 from prong.lab.contestants import Contestant, Problem
 from prong.lab.ledger import Ledger, SeededRun, judged, time_trial
 from prong.lab.methods import METHODS
@@ -142,6 +143,20 @@ def test_the_result_is_in_the_record(finished: Path) -> None:
         "SGD",
     }
     assert record["sessions"][0]["environment"]["threads"] == 1
+
+
+def test_the_page_of_performance_shows_it(finished: Path, tmp_path: Path) -> None:
+    names = [section.name for section in document.SECTIONS]
+    (tmp_path / document.PAGE).write_text("".join(f"<!-- begin {name} -->\n<!-- end {name} -->\n" for name in names))
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "race.json").write_bytes(finished.read_bytes())
+    document.main(results, tmp_path)
+    text = (tmp_path / document.PAGE).read_text()
+    record = read(finished)
+    assert all(f"| {name} |" in text for name in record["contestants"])
+    assert "times as much as our best" in text and record["sessions"][-1]["environment"]["torch"] in text
+    assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_race_killed_in_the_middle_goes_on_with_nothing_lost(finished: Path, folder: Path, tmp_path: Path) -> None:

@@ -73,6 +73,11 @@ BENCH = Group(
                 "prong bench scaling --depths 2 4 --widths 128 256 --batches 64 128 --plot scaling.png",
             ),
         ),
+        "spaces": Command(
+            "prong.lab.bench.spaces:main",
+            "Activation space against gradient space: the backward of one layer in both.",
+            ("prong bench spaces --json results/spaces.json", "prong bench spaces --width 256 --repetitions 3"),
+        ),
         "race": Command(
             "prong.lab.race:race",
             "Race to given errors on the paper's autoencoder, every method tuned alike.",

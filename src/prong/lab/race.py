@@ -104,7 +104,7 @@ def run_race(rules: Rules, problem: Problem, path: Path, workers: int, console: 
         ForeignRecordError: the file is of another configuration.
     """
     with one_thread():
-        record = resume(path, rules.config(problem))
+        record = {"bench": "race", **resume(path, rules.config(problem))}
         if "clock" not in record:
             whitened = "whitened" in rules.initialisations
             clock = paces(rules.methods, problem, rules.batch, rules.repetitions, whitened)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import matplotlib
 
@@ -180,7 +180,7 @@ def plot_curves(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
     _plot(outcomes, looks, title, path, ticks=(5, 10, 20, 50, 100, 200), test=True)
 
 
-def plot_race(field: Sequence[Standing], thresholds: Sequence[float], title: str, path: Path) -> None:
+def plot_race(field: Sequence[Standing], thresholds: Sequence[float], title: str, path: Path | BinaryIO) -> None:
     """Draw median runs likewise, the training errors: a colour per method, dashed from the standard initialisation."""
     running = [standing for standing in field if standing.runs]
     methods = list(dict.fromkeys(standing.contestant.method_name for standing in running))
@@ -194,7 +194,12 @@ def plot_race(field: Sequence[Standing], thresholds: Sequence[float], title: str
 
 
 def _plot(
-    outcomes: Sequence[Outcome], looks: Sequence[Look], title: str, path: Path, ticks: Sequence[float], test: bool
+    outcomes: Sequence[Outcome],
+    looks: Sequence[Look],
+    title: str,
+    path: Path | BinaryIO,
+    ticks: Sequence[float],
+    test: bool,
 ) -> None:
     height = 4.4 + 0.2 * len(outcomes) / 2
     figure, (by_update, by_second) = plt.subplots(1, 2, figsize=(11, height), sharey=True, layout="constrained")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prong.lab.bench import refresh, scaling, step_cost
+from prong.lab.bench import refresh, scaling, spaces, standings, step_cost
 from prong.lab.bench.sheets import Sheet, as_markdown, origin
 from prong.lab.terminal import make_console
 
@@ -37,7 +37,8 @@ SECTIONS = (
     Section("step-cost", step_cost.sheets, None, "prong bench step-cost --json results/step-cost.json"),
     Section("refresh", refresh.sheets, refresh.picture, "prong bench refresh --json results/refresh.json"),
     Section("scaling", scaling.sheets, scaling.picture, "prong bench scaling --json results/scaling.json"),
-    # The section of `prong bench race` goes here, and its two markers into docs/performance.md.
+    Section("spaces", spaces.sheets, None, "prong bench spaces --json results/spaces.json"),
+    Section("race", standings.sheets, standings.picture, "prong bench race --json results/race.json --workers 2"),
 )
 
 
@@ -84,6 +85,8 @@ def load(path: Path, name: str) -> tuple[Record | None, str]:
         raise SystemExit(f"{path} is not a record: {error}") from error
     if not isinstance(record, dict) or record.get("bench") != name:
         return None, f"{path.name} is of another version and is not shown."
+    if "sessions" in record:  # of several sittings, the last
+        record = {**record["sessions"][-1], **record}
     return record, ""
 
 
