@@ -151,14 +151,28 @@ def test_parameters_outside_whitened_layers_are_trained_by_plain_sgd():
         torch.testing.assert_close(parameter, old - 0.1 * g, **CLOSE)
 
 
+OPTIONS = [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"maximize": True}]
+
+
 @pytest.mark.parametrize("form", ["implicit", "explicit"])
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}, {"maximize": True}])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_torchs_options_are_sgds(form, options):
     model = mlp()
     optimizer = prong.PRONG(model, 0.02, eps=0.1, period=4, samples=32, form=form, **options)
     losses = run(model, optimizer, batches(model, 1) * 16)
     assert (losses[-1] > losses[0]) == ("maximize" in options)
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("form", ["implicit", "explicit"])
+def test_all_implementations_walk_the_same_path(form):
+    paths = []
+    for options in OPTIONS[:4]:
+        model = mlp()
+        run(model, prong.PRONG(model, 0.02, eps=0.1, period=4, samples=32, form=form, **options), batches(model, 16))
+        paths.append(canonical(model))
+    for path in paths[1:]:
+        torch.testing.assert_close(path, paths[0], **CLOSE)
 
 
 @pytest.mark.parametrize("form", ["implicit", "explicit"])

@@ -54,6 +54,7 @@ class PRONG(torch.optim.SGD):
         params: parameters or parameter groups as for any torch optimizer; default: all of the model's.
         maximize: ascend instead.
         foreach: torch's multi-tensor implementation.
+        fused: torch's implementation in one pass over memory, the fastest where there is one.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class PRONG(torch.optim.SGD):
         params: Iterable[Any] | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
         check_model(model)
         if balance and gradient_whitening is not None:
@@ -101,6 +103,7 @@ class PRONG(torch.optim.SGD):
                 weight_decay=weight_decay,
                 maximize=maximize,
                 foreach=foreach,
+                fused=fused,
             )
             gradients = None
             if balance or gradient_whitening is not None:
