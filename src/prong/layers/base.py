@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from prong.drift import Drift, whitened_rows
 from prong.gradients import OutputGradients
 from prong.layers.layout import Layout
-from prong.layers.natural import Operation, Switch, natural, naturalize
+from prong.layers.natural import Operation, Switch, in_transform, natural, naturalize
 from prong.precision import full_precision
 from prong.projection import Pair, to_canonical, to_whitened
 from prong.statistics import MeanSquare, Moments, Window
@@ -24,11 +24,6 @@ from prong.whitening import Basis, Whitening
 def in_backward() -> bool:
     """Whether a backward pass is running (activation checkpointing runs forwards inside it)."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def in_transform() -> bool:
-    """Whether a transform of `torch.func` (vmap, grad, jvp) is running."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class Owner(Protocol):

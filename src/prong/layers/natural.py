@@ -20,6 +20,11 @@ from prong.precision import full_precision
 from prong.projection import against, natural_gradient, times_inverse
 
 
+def in_transform() -> bool:
+    """Whether a transform of `torch.func` (vmap, grad, jvp) is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 @dataclass
 class Switch:
     """Whether backward passes through a layer give ordinary gradients; asked when they run."""
@@ -148,7 +153,21 @@ class Convolution:
         return gradient
 
 
-class _Naturalize(torch.autograd.Function):
+class _Function(torch.autograd.Function):
+    """A Function with `setup_context` whose calls are cheap."""
+
+    @classmethod
+    def call(cls, *args: Any) -> Any:
+        """`apply`, which looks at the signature of `forward` at every call, only where it is needed.
+
+        That look takes longer than a small layer; it fills in defaults, of which there are none here.
+        """
+        if torch.compiler.is_compiling() or in_transform():
+            return cls.apply(*args)  # type: ignore[no-untyped-call]
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+
+
+class _Naturalize(_Function):
     """The identity on (W, b) whose backward maps their gradient to the natural one (gradient space).
 
     It is linear in the gradient, so sums over calls, examples, accumulation steps and workers are right,
@@ -207,11 +226,11 @@ def naturalize(
     """(W, b) unchanged, with gradients that become natural on their way back."""
     function = _Naturalize if torch.compiler.is_compiling() else _NaturalizeForwardMode
     if b is None:
-        return function.apply(W, None, P, None, tail, layout, switch), None  # type: ignore[no-untyped-call]
-    return function.apply(W, b, P, c, tail, layout, switch)  # type: ignore[no-untyped-call, no-any-return]
+        return function.call(W, None, P, None, tail, layout, switch), None
+    return function.call(W, b, P, c, tail, layout, switch)  # type: ignore[no-any-return]
 
 
-class _Natural(torch.autograd.Function):
+class _Natural(_Function):
     """An operation whose backward whitens the activations instead of the gradient (activation space).
 
     nW = delta^T ((h - c) P)        nb = sum delta - nW c
@@ -293,4 +312,4 @@ def natural(
 ) -> Tensor:
     """`operation(h, W, b)` with natural gradients, computed in activation space."""
     function = _Natural if torch.compiler.is_compiling() else _NaturalForwardMode
-    return function.apply(h, W, b, P, c, tail, operation, switch)  # type: ignore[no-untyped-call, no-any-return]
+    return function.call(h, W, b, P, c, tail, operation, switch)  # type: ignore[no-any-return]
