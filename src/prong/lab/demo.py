@@ -33,12 +33,12 @@ CONTESTANTS = (
     Contestant("SGD", "standard"),
 )
 SETTINGS: Mapping[str, Settings] = {  # chosen by `--tune`: see results/demo-tuning.json
-    "PRONG, whitened init": {"lr": 5e-4, "eps": 3e-3},
-    "PRONG, balanced, whitened init": {"lr": 1e-3, "eps": 3e-2},
-    "Adam, whitened init": {"lr": 1e-2, "eps": 3e-2},
-    "SGD, whitened init": {"lr": 3e-3, "eps": 3e-2},
-    "Adam": {"lr": 3e-3},
-    "SGD": {"lr": 1.0},
+    "PRONG, whitened init": {"lr": 0.000648, "eps": 0.00902},
+    "PRONG, balanced, whitened init": {"lr": 0.00134, "eps": 0.0186},
+    "Adam, whitened init": {"lr": 0.00698, "eps": 0.0536},
+    "SGD, whitened init": {"lr": 0.00438, "eps": 0.0413},
+    "Adam": {"lr": 0.00414},
+    "SGD": {"lr": 0.0364},
 }
 
 
