@@ -18,6 +18,9 @@ CONSTRUCTION = {
     "eps nan": ({"eps": float("nan")}, ValueError, "eps"),
     "eps text": ({"eps": "small"}, TypeError, "eps"),
     "period zero": ({"period": 0}, ValueError, "period"),
+    "period text": ({"period": "Auto"}, ValueError, "'auto'"),
+    "plus text": ({"plus": "False"}, TypeError, "plus"),
+    "balance number": ({"balance": 1}, TypeError, "balance"),
     "period fraction": ({"period": 10.5}, TypeError, "period"),
     "one sample": ({"samples": 1}, ValueError, "samples"),
     "unknown source": ({"source": "loader"}, ValueError, "loader itself"),
@@ -108,6 +111,37 @@ def test_what_goes_wrong_inside_the_network_leaves_no_layer_with_half_a_batch(fo
         run(model, optimizer, data[4:])
         states[failing] = tensors(optimizer.state_dict()["prong"])
     torch.testing.assert_close(states[True], states[False], **EXACT)
+
+
+def test_what_goes_wrong_outside_whitened_layers_leaves_no_statistics_either():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.LayerNorm([4, 4, 4]), nn.Flatten(), nn.Linear(64, 3))
+    optimizer = prong.PRONG(model, 0.01, period=8)
+    x, y = torch.randn(8, 2, 4, 4), torch.randint(3, (8,))
+    run(model, optimizer, [(x, y)])
+    before = tensors(optimizer.state_dict()["prong"])
+    with pytest.raises(RuntimeError):
+        model(torch.randn(8, 2, 9, 9))
+    torch.testing.assert_close(tensors(optimizer.state_dict()["prong"]), before, **EXACT)
+    run(model, optimizer, [(x, y)] * 8)
+    optimizer.refresher.detach()
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("source", ["balance", "empirical", "categorical"])
+def test_gradients_gathered_for_an_update_that_fails_are_taken_back(source):
+    options = {"balance": True} if source == "balance" else {"gradient_whitening": source}
+    model = mlp()
+    optimizer = prong.PRONG(model, 1e-3, eps=0.1, period=64, samples=640, **options)
+    data = batches(model, 5)
+    run(model, optimizer, data[:3])
+    before = optimizer.state_dict()["prong"]["gradients"]
+    F.cross_entropy(model(10 * data[3][0]), data[3][1]).backward()  # the first micro-batch of an update
+    with pytest.raises(FloatingPointError):
+        model(data[3][0] * float("nan"))
+    torch.testing.assert_close(tensors(optimizer.state_dict()["prong"]["gradients"]), tensors(before), **EXACT)
+    optimizer.zero_grad()
+    run(model, optimizer, data[4:])
 
 
 def test_activations_too_large_to_square_are_named():

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import prong
-from prong.projection import times_inverse
 from prong.spectrum import leading_directions
 from prong.statistics import Moments
-from prong.whitening import whiten
+from prong.whitening import times_inverse, whiten
 from tests.cases import PROPERTY, SPECS, assert_close, curved
 from tests.training import batches, mlp, run
 
@@ -173,9 +172,36 @@ def test_matrices_are_stored_in_the_dtype_asked_for_and_steps_are_near():
     assert model[0].sites[0].whitening.P.dtype == torch.bfloat16, "what was asked for stays"
 
 
+@pytest.mark.parametrize("cutoff", [0.0, 1.0])
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16])
+def test_storage_does_not_turn_steps_around(storage, cutoff):
+    """Rounding errors of 1/eps exceed the gain of a direction with a thousand times that variance."""
+    torch.manual_seed(0)
+    Q = torch.linalg.qr(torch.randn(64, 64))[0]
+    scale = torch.full((64,), 0.03)
+    scale[:8] = 3.3
+    layer = prong.whiten_(nn.Linear(64, 8), cutoff=cutoff, storage=storage)
+    x = (torch.randn(2000, 64) * scale) @ Q
+    prong.refresh_(layer, [x], eps=0.01)
+    w = layer.sites[0].whitening
+    gains = torch.linalg.eigvalsh(matrix(w.P.double(), w.tail))
+    assert gains.min() > 0
+    prong.refresh_(layer, [x], eps=1.0)
+    assert layer.sites[0].whitening.P.dtype == storage, "no trouble there"
+
+
+def test_what_does_not_fit_the_storage_is_kept_as_it_is():
+    layer = prong.whiten_(nn.Linear(4, 4), storage=torch.float16)
+    x = torch.randn(50, 4)
+    x[:, 3] = 0
+    prong.refresh_(layer, [x], eps=1e-6)
+    assert torch.isfinite(layer.sites[0].whitening.P).all()
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({"storage": torch.float8_e4m3fn}, TypeError, "storage"),
         ({"cutoff": -1.0}, ValueError, "cutoff"),
         ({"cutoff": float("nan")}, ValueError, "cutoff"),
         ({"cutoff": "small"}, TypeError, "cutoff"),

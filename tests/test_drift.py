@@ -128,6 +128,9 @@ def test_only_the_layer_that_drifted_is_refreshed():
     assert 1 <= len(times[1][3:]) <= 3 and all(t > 100 for t in times[1][3:])
 
 
+AUTOMATIC = ({"period": "auto"}, {"period": 8, "lag": 3}, {"period": "auto", "lag": 2})
+
+
 def test_a_loader_is_asked_when_something_drifts():
     model = mlp()
     data = batches(model, 4)
@@ -140,8 +143,13 @@ def test_a_loader_is_asked_when_something_drifts():
     assert len(times["0"]) >= 1
 
 
-@pytest.mark.parametrize("options", [{"period": "auto"}, {"period": 8, "lag": 3}, {"period": "auto", "lag": 2}])
-@pytest.mark.parametrize("form", ["implicit", "explicit"])
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        *[(form, options) for form in ("implicit", "explicit") for options in AUTOMATIC],
+        ("explicit", {"period": 8, "lag": 3, "plus": True}),
+    ],
+)
 def test_stopping_at_any_update_and_resuming_changes_nothing(form, options):
     data = batches(mlp(), 40)
     data = [(x * (1 + i / 10), y) for i, (x, y) in enumerate(data)]
@@ -234,6 +242,28 @@ def test_what_goes_wrong_in_the_thread_is_raised_when_the_refresh_is_due(monkeyp
         run(model, optimizer, [(x, y)] * 2)
 
 
+def test_with_plus_every_update_rescales_also_while_a_refresh_is_under_way():
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.01, eps=0.1, period=8, samples=64, plus=True, lag=3)
+    for pair in batches(model, 30):
+        before = model[0].sites[0].whitening
+        run(model, optimizer, [pair])
+        assert optimizer.refresher.updates == 1 or model[0].sites[0].whitening is not before
+        assert model[0].sites[0].spread.total is None
+
+
+@pytest.mark.parametrize("form", ["implicit", "explicit"])
+def test_a_refresh_under_way_follows_the_model_to_another_precision(form):
+    model = mlp().float()
+    optimizer = prong.PRONG(model, 0.01, eps=0.1, period=4, samples=32, form=form, lag=3)
+    data = batches(mlp(), 12)
+    run(model, optimizer, [(x.float(), y) for x, y in data[:4]])
+    model.double()
+    run(model, optimizer, data[4:])
+    assert next(iter(model.parameters())).dtype == DOUBLE
+    assert model[0].sites[0].whitening.c.dtype == DOUBLE
+
+
 def test_folding_forgets_a_refresh_under_way():
     model = mlp()
     optimizer = prong.PRONG(model, 0.0, eps=0.1, period=64, samples=32, lag=20)
@@ -249,7 +279,7 @@ def test_folding_forgets_a_refresh_under_way():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"period": "sometimes"}, TypeError, "period"),
+        ({"period": "sometimes"}, ValueError, "period"),
         ({"lag": -1}, ValueError, "lag"),
         ({"lag": 1.5}, TypeError, "lag"),
         ({"period": "auto", "plus": True}, ValueError, "hides drift"),

@@ -267,3 +267,24 @@ def test_a_loss_scale_that_is_none_is_refused():
     optimizer.loss_scale = 0.0
     with pytest.raises(ValueError, match="loss_scale"):
         run(model, optimizer, batches(model, 1))
+
+
+class _Nothing(torch.autograd.Function):
+    """Adds, and sends no gradient back to the first."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        return x + y
+
+    @staticmethod
+    def backward(ctx, g):
+        return None, g
+
+
+def test_an_output_that_gets_no_gradient_is_no_trouble():
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = prong.PRONG(model, 0.1, balance=True)
+    x = torch.randn(5, 4)
+    _Nothing.apply(model(x), model(x)).sum().backward()
+    assert model[0].sites[0].outputs.examples == 5
+    optimizer.step()

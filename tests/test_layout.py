@@ -115,3 +115,10 @@ def test_a_transposed_convolution_spreads_each_input_by_the_packed_weight(groups
 
 def _indices(x: torch.Tensor) -> list[tuple[int, ...]]:
     return [tuple(index) for index in torch.cartesian_prod(*map(torch.arange, x.shape)).view(x.numel(), -1).tolist()]
+
+
+@given(layouts())
+def test_numbers_spread_over_a_weight_multiply_its_inputs(layout):
+    W = numbered(*layout.shape)
+    s = 1 + numbered(layout.groups, layout.features)
+    assert torch.equal(W * layout.spread(s), layout.unpack(layout.pack(W) * s[:, None, None, :]))

@@ -273,3 +273,13 @@ def test_a_model_with_batch_norm_layers_trains():
     losses = run(model, prong.PRONG(model, 0.02, eps=0.1, period=8, samples=64), batches(model, 1) * 40)
     assert losses[-1] < 0.5 * losses[0]
     assert model[1].num_batches_tracked == 40
+
+
+def test_a_bias_that_is_not_trained_absorbs_no_mean():
+    model = mlp()
+    weights = [layer.weight for layer in model if hasattr(layer, "weight")]
+    optimizer = prong.PRONG(model, 0.02, eps=0.1, period=4, samples=32, params=weights)
+    before = model[0].bias.detach().clone()
+    run(model, optimizer, batches(model, 4))
+    assert model[0].sites[0].whitening.c is None
+    torch.testing.assert_close(model[0].bias.detach(), before, **EXACT)

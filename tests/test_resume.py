@@ -185,3 +185,22 @@ def _trained(model, form, **options):
     optimizer = prong.PRONG(model, 0.02, eps=0.1, period=8, samples=40, form=form, **options)
     run(model, optimizer, batches(model, 3))
     return optimizer.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ({"plus": True}, {"form": "explicit"}),
+        ({"form": "explicit"}, {"plus": True}),
+        ({}, {"source": "ema"}),
+        ({"source": [torch.randn(8, 6).double()]}, {}),
+    ],
+)
+def test_a_state_of_another_kind_of_training_is_refused(saved, loaded):
+    model, optimizer = with_prong(saved, mlp())
+    run(model, optimizer, batches(model, 3))
+    _, target = with_prong(loaded, mlp())
+    before = tensors(target.state_dict()["prong"])
+    with pytest.raises(ValueError, match="of training with"):
+        target.load_state_dict(optimizer.state_dict())
+    torch.testing.assert_close(tensors(target.state_dict()["prong"]), before, **EXACT)

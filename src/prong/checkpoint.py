@@ -49,9 +49,7 @@ def restore_site(layer: WhitenedLayer, site: Site, state: dict[str, Any]) -> Non
     weight, bias = layer.pair(site)
     site.whitening = site.inputs = None
     if "whitening" in state:
-        site.whitening = layer.stored(
-            site, Whitening(**state["whitening"]).map(lambda x: x.to(weight.device, copy=True))
-        )
+        site.whitening = layer.stored(site, Whitening(**state["whitening"]).map(torch.clone))
     for target, key in ((weight, "V"), (bias, "d")):
         if target is not None and key in state:
             target.copy_(state[key])

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from prong.precision import full_precision
-from prong.projection import times_inverse
 from prong.statistics import MeanSquare
-from prong.whitening import Whitening
+from prong.whitening import Whitening, times_inverse
 
 EVERY = 8  # updates from one measurement to the next
 ROWS = 128  # at most, per measurement

@@ -54,6 +54,7 @@ class GradientWhitening:
         self._ordinary: list[tuple[Tensor, Tensor]] = []
         self._seed = torch.initial_seed()
         self._random: torch.Generator | None = None
+        self._random_before: Tensor | None = None
         self._handles: list[RemovableHandle] = []
 
     @property
@@ -111,6 +112,7 @@ class GradientWhitening:
         self._seed, self._random = int(state["seed"]), None
         if state["random"] is not None:
             self._generator(device).set_state(state["random"])
+        self._random_before = state["random"]
         for _, site in self.sites.values():
             site.outputs = None
         for name, gathered in state["gathered"].items():
@@ -118,6 +120,23 @@ class GradientWhitening:
             outputs = self.sites[name][1].outputs
             assert outputs is not None
             outputs.load_state_dict(gathered)
+
+    def settle(self) -> None:
+        """After an update: keep what was gathered for it."""
+        for _, site in self.sites.values():
+            if site.outputs is not None:
+                site.outputs.settle()
+        self._random_before = None if self._random is None else self._random.get_state()
+
+    def undo(self) -> None:
+        """Take back what was gathered since the last update."""
+        for _, site in self.sites.values():
+            if site.outputs is not None:
+                site.outputs.undo()
+        if self._random is not None and self._random_before is not None:
+            self._random.set_state(self._random_before)
+        elif self._random_before is None:
+            self._random = None
 
     def _per_example(self, examples: int) -> float:
         scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale

@@ -42,6 +42,7 @@ class OutputGradients:
         self.scale = scale
         self.total: Tensor | None = None
         self.examples = 0.0
+        self._settled: tuple[Tensor | None, float] = (None, 0.0)
         self.pending: list[tuple[Tensor, int, int, int]] | None = [] if own_backward else None
 
     def watch(self, z: Tensor, groups: int, channels_at: int, examples_at: int = 0) -> None:
@@ -49,7 +50,21 @@ class OutputGradients:
         if self.pending is not None:
             self.pending.append((z, groups, channels_at, examples_at))
         else:
-            z.register_hook(lambda delta: self.add(delta, groups, channels_at, examples_at))  # type: ignore[no-untyped-call]
+            z.register_hook(lambda delta: self._arrived(delta, groups, channels_at, examples_at))  # type: ignore[no-untyped-call]
+
+    def _arrived(self, delta: Tensor | None, *where: int) -> None:
+        if delta is not None:  # some functions send nothing back
+            self.add(delta, *where)
+
+    def settle(self) -> None:
+        """Keep what was added."""
+        self._settled = self.total, self.examples
+
+    def undo(self) -> None:
+        """Take back what was added since `settle`."""
+        self.total, self.examples = self._settled
+        if self.pending is not None:
+            self.pending = []
 
     @torch.no_grad()
     def add(self, delta: Tensor, groups: int, channels_at: int, examples_at: int = 0) -> None:
@@ -98,6 +113,7 @@ class OutputGradients:
         """Continue from what `state_dict` gave."""
         self.total = None if state["total"] is None else state["total"].clone()
         self.examples = float(state["examples"])
+        self.settle()
 
 
 def precondition(gradient: Tensor, Q: Tensor) -> Tensor:

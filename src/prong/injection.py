@@ -15,7 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from prong.layers import FORMS, Explicit, Site, Switch, WhitenedLayer, trained_name
-from prong.whitening import Basis, check_basis, check_cutoff
+from prong.whitening import Basis, check_basis, check_cutoff, check_storage
 
 Form = Literal["implicit", "explicit"]
 Layers = str | Iterable[str] | Callable[[str, nn.Module], bool] | None
@@ -26,6 +26,14 @@ def check_model(model: nn.Module) -> None:
     """Refuse what is not a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+
+
+def check_count(name: str, value: int, least: int) -> None:
+    """Refuse what is not a whole number of at least so many."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is a whole number, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} is at least {least}, got {value}")
 
 
 def whiten_(
@@ -50,9 +58,9 @@ def whiten_(
             None takes everything that can be whitened.
         basis: "pca", "zca" or "cholesky". All give SGD the same path; elementwise optimizers differ.
         cutoff: implicit form: treat directions of the inputs whose variance is below `cutoff * eps` as having none.
-            Gains change by at most a factor `1 + cutoff`; where few directions remain, updates cost less. 0 is exact.
+            Gains grow by at most about `1 + cutoff` times; where few directions remain, updates cost less. 0: exact.
         storage: implicit form: the dtype in which the matrices are kept and multiplied, e.g. torch.bfloat16 where the
-            hardware is fast in it. None is the weight's own.
+            hardware is fast in it. None is the weight's own, and so it is for layers whose steps rounding would spoil.
         max_positions: at most so many positions per example enter a convolution's statistics.
 
     Raises:
@@ -63,12 +71,11 @@ def whiten_(
         raise ValueError(f"form is 'implicit' or 'explicit', got {form!r}")
     check_basis(basis)
     check_cutoff(cutoff)
-    if storage is not None and not (isinstance(storage, torch.dtype) and storage.is_floating_point):
-        raise TypeError(f"storage is a floating-point torch.dtype, got {storage!r}")
+    check_storage(storage)
     if form == "explicit" and (cutoff or storage is not None):
         raise ValueError('cutoff and storage are of the implicit form; form="explicit" whitens exactly')
-    if max_positions is not None and max_positions < 1:
-        raise ValueError(f"max_positions is at least 1, got {max_positions}")
+    if max_positions is not None:
+        check_count("max_positions", max_positions, 1)
     chosen = _choose(model, layers)
     if not chosen and not any(True for _ in whitened_layers(model)):
         raise ValueError(

@@ -83,6 +83,9 @@ class PRONG(torch.optim.SGD):
         fused: bool | None = None,
     ) -> None:
         check_model(model)
+        for name, flag in {"plus": plus, "balance": balance, "nesterov": nesterov}.items():
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} is True or False, got {flag!r}")
         if balance and gradient_whitening is not None:
             raise ValueError("balance is the scalar version of gradient_whitening; choose one of them")
         self.model = model
@@ -155,6 +158,8 @@ class PRONG(torch.optim.SGD):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue as if never stopped: bit for bit, inside a statistics window too.
+
+        `eps`, `period`, `samples` and `lag` are those saved; other options are this optimizer's own.
 
         Raises:
             ValueError: a state of another model or optimizer; nothing has been changed then.

@@ -17,31 +17,15 @@ import torch
 from torch import Tensor
 
 from prong.precision import full_precision
-from prong.whitening import Whitening
+from prong.whitening import Whitening, times_inverse
 
 Pair = tuple[Tensor, Tensor | None]
 
 
 def times(X: Tensor, M: Tensor) -> Tensor:
-    """X M over the last dimension of X (groups, out, taps, in), for M a matrix or the diagonal of one."""
-    if M.dim() == 2:  # (groups, in)
-        return X * M[:, None, None, :]
+    """X M over the last dimension of X (groups, out, taps, in)."""
     with full_precision(X):
         return torch.bmm(X.flatten(1, 2), M).view(*X.shape[:-1], M.shape[-1])
-
-
-def times_inverse(X: Tensor, P: Tensor, tail: float = 0.0) -> Tensor:
-    """X (Sigma + eps I)^-1 for X (groups, rows, in), in the precision P is stored in.
-
-    P is that inverse (groups, in, in); or thin (groups, in, rank) where it is `tail I - P P^T`.
-    """
-    with full_precision(X):
-        low = X.to(P.dtype)
-        if tail == 0:
-            return torch.bmm(low, P).to(X.dtype)
-        if P.dtype == X.dtype:
-            return torch.baddbmm(X, torch.bmm(X, P), P.mT, beta=tail, alpha=-1)
-        return tail * X - torch.bmm(torch.bmm(low, P), P.mT).to(X.dtype)
 
 
 def against(X: Tensor, c: Tensor) -> Tensor:
@@ -98,7 +82,7 @@ class Transition:
 
     M = U_old U_new^-1, M_inv = U_new U_old^-1 and shift = U_old (c_new - c_old): the new origin in old coordinates.
 
-    Shapes: M, M_inv (groups, in, in), or (groups, in) when diagonal; shift (groups, in) or None.
+    Shapes: M, M_inv (groups, in, in); shift (groups, in) or None.
     """
 
     M: Tensor
@@ -118,11 +102,6 @@ class Transition:
             shift = None if moved is None else (old.U @ moved.unsqueeze(-1)).squeeze(-1)
             return cls(old.U @ new.U_inv, new.U @ old.U_inv, shift)
 
-    @classmethod
-    def rescaling(cls, s: Tensor) -> Transition:
-        """From U to diag(1/s) U: the columns of V are multiplied by s. PRONG+'s step. s (groups, in)."""
-        return cls(s, 1 / s)
-
 
 def transport_velocity(V: Tensor, d: Tensor | None, transition: Transition) -> Pair:
     """Parameters, or a velocity of parameters, in the new coordinates.
@@ -141,7 +120,7 @@ def transport_gradient(gV: Tensor, gd: Tensor | None, transition: Transition) ->
     """
     if gd is not None and transition.shift is not None:
         gV = gV - outer(gd, transition.shift)
-    return times(gV, _transposed(transition.M_inv)), gd
+    return times(gV, transition.M_inv.mT), gd
 
 
 def transport_square(sV: Tensor, sd: Tensor | None, transition: Transition) -> Pair:
@@ -150,8 +129,4 @@ def transport_square(sV: Tensor, sd: Tensor | None, transition: Transition) -> P
     `transport_gradient` with the entries of M^-T squared; exact when M is diagonal and the centre stays. The shift
     is left out: gV and gd are anything but uncorrelated (docs/log.md has what was tried).
     """
-    return times(sV, _transposed(transition.M_inv.square())), sd
-
-
-def _transposed(M: Tensor) -> Tensor:
-    return M if M.dim() == 2 else M.mT
+    return times(sV, transition.M_inv.square().mT), sd

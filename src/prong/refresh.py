@@ -11,13 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from prong.estimation import Forward, estimate
-from prong.injection import check_model, whitened_sites
+from prong.injection import check_count, check_model, whitened_sites
 from prong.layers import Explicit, Site, WhitenedLayer, in_backward
 from prong.precision import accumulation_dtype
 from prong.projection import Transition
 from prong.statistics import Moments
 from prong.transport import Update, plan_gradients, plan_parameters, plan_state, reset_state, transports_of
-from prong.whitening import Basis, Whitening, WhiteningError, check_eps, whiten, whiten_together
+from prong.whitening import Basis, Whitening, WhiteningError, check_eps, rounded, whiten, whiten_together
 
 OnRefresh = Literal["transport", "reset"]
 
@@ -69,14 +69,6 @@ def refresh_(
     return model
 
 
-def check_count(name: str, value: int, least: int) -> None:
-    """Refuse what is not a whole number of at least so many."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is a whole number, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} is at least {least}, got {value}")
-
-
 def require_whitened(model: nn.Module) -> dict[str, tuple[WhitenedLayer, Site]]:
     """The whitened sites of a model that must have some."""
     sites = whitened_sites(model)
@@ -120,6 +112,9 @@ def whitenings_of(
             if request not in known:
                 known[request] = whiten(*request)
             new[name] = known[request]
+            storage = sites[name][0].storage
+            if storage is not None:
+                new[name] = known[request] = rounded(new[name], m, storage)
         except WhiteningError as error:
             warnings.warn(f"layer {name!r} keeps its last whitening: {error}", stacklevel=3)
         except (ValueError, FloatingPointError) as error:
@@ -161,13 +156,11 @@ def assign_(
     whitenings: Mapping[str, tuple[WhitenedLayer, Site, Whitening]],
     optimizer: Optimizer | None = None,
     on_refresh: OnRefresh = "transport",
-    transitions: Mapping[str, Transition] | None = None,
     gradients: bool = False,
 ) -> None:
     """Change coordinates: compute everything, check that it is finite, then assign.
 
-    `transitions` gives the change of coordinates where it is known to be simpler than two matrices (PRONG+). With
-    `gradients`, those that wait for a step are carried over too.
+    With `gradients`, those that wait for a step are carried over too.
     """
     updates: list[Update] = []
     resets: list[tuple[WhitenedLayer, Site]] = []
@@ -177,12 +170,10 @@ def assign_(
             resets.append((layer, site))
         if not isinstance(layer, Explicit):
             continue
-        if transitions is None:
-            precise = accumulation_dtype(layer.pair(site)[0].dtype)
-            old = None if site.whitening is None else site.whitening.map(lambda x, dtype=precise: x.to(dtype))  # type: ignore[misc]
-            transition = Transition.between(old, new)
-        else:
-            transition = transitions[name]
+        weight, _ = layer.pair(site)
+        like = weight.detach().to(accumulation_dtype(weight.dtype))
+        old = None if site.whitening is None else site.whitening.map(lambda x, like=like: x.to(like))  # type: ignore[misc]
+        transition = Transition.between(old, new.map(lambda x, like=like: x.to(like)))  # type: ignore[misc]
         planned = plan_parameters(layer, site, transition)
         if optimizer is not None and not reset:
             planned += plan_state(optimizer, layer, site, transition)

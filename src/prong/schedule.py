@@ -12,17 +12,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from prong.background import Background
 from prong.checkpoint import check_site_state, restore_site, site_state
 from prong.drift import EVERY, TOLERANCE, Drift
 from prong.estimation import as_batches, estimate
 from prong.gradient_whitening import GradientWhitening
-from prong.injection import check_model
-from prong.layers import Explicit, Implicit, WhitenedLayer
+from prong.injection import check_count, check_model
+from prong.layers import Explicit, Implicit, WhitenedLayer, in_backward
 from prong.plus import rescale_
 from prong.precision import accumulation_dtype
-from prong.refresh import OnRefresh, assign_, check_between_updates, check_count, require_whitened, whitenings_of
+from prong.refresh import OnRefresh, assign_, check_between_updates, require_whitened, whitenings_of
 from prong.statistics import MeanSquare, Moments
 from prong.transport import transports_of, warn_unknown
 from prong.whitening import Whitening, check_eps
@@ -73,6 +74,8 @@ class Refresher:
         check_model(model)
         check_eps(eps)
         if period != "auto":
+            if isinstance(period, str):
+                raise ValueError(f"period is a number of updates or 'auto', got {period!r}")
             check_count("period", period, 1)
         elif plus:
             raise ValueError("PRONG+ rescales at every update, which hides drift; give it a period in updates")
@@ -96,11 +99,13 @@ class Refresher:
         self._window_start = dict.fromkeys(self.sites, 0)
         self._rates: dict[str, float] = {}  # examples per update, learnt from the last window
         self._drifted: set[str] = set()
+        self._failures: RemovableHandle | None = None
         self._pending: Background[dict[str, Whitening]] = Background()
         if transports_of(optimizer) is None and on_refresh == "transport":
             warn_unknown(optimizer)
         if not isinstance(source, str):
             self.refresh()  # the paper's first: before any update
+        self._note_fixed_biases()
         for layer, site in self.sites.values():
             layer.owner = self
             site.spread = MeanSquare() if plus else None
@@ -114,12 +119,19 @@ class Refresher:
         """Refresh now, from `batches`, the loader, or what the windows hold."""
         check_between_updates()
         self._pending.drop()
+        self._note_fixed_biases()
         source = self.source if batches is None else batches
         if isinstance(source, str):
             self._refresh_from_windows(list(self.sites), lag=0)
             self._open_windows()
         else:
             self._change(whitenings_of(self.sites, estimate(self.model, source, self.samples), self.eps))
+
+    def _note_fixed_biases(self) -> None:
+        """A bias that the optimizer does not hold is as good as frozen."""
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for layer, site in self.sites.values():
+            site.fixed_bias = id(layer.pair(site)[1]) not in held
 
     def next_refresh(self) -> int | None:
         """The update after which the next refresh comes; None if that depends on drift."""
@@ -136,16 +148,22 @@ class Refresher:
             self.gradients.detach()
         for layer, site in self.sites.values():
             site.inputs = site.spread = site.outputs = site.drift = None
+            site.fixed_bias = False
             layer.owner = None
+        self._watch_forwards()
         self._pending.drop()
 
     def undo(self) -> None:
-        """Take back what was gathered since the last update. Layers call it when a forward fails."""
+        """Take back what was gathered since the last update: a forward has failed."""
+        if not all(site.training_only for _, site in self.sites.values()):
+            return  # statistics that somebody else gathers; our windows are put aside
         for _, site in self.sites.values():
             if site.inputs is not None:
                 site.inputs.undo()
             if site.spread is not None:
                 site.spread.take()
+        if self.gradients is not None:
+            self.gradients.undo()
 
     def release(self) -> None:
         """Detach, with the parameters and the optimizer's state back in canonical coordinates. `fold_` calls it."""
@@ -163,6 +181,7 @@ class Refresher:
     def state_dict(self) -> dict[str, Any]:
         """Whitening, windows and counters, by the names of the layers; tensors, numbers and strings only."""
         state = {
+            "kind": self._kind(),
             "updates": self.updates,
             "settings": {name: getattr(self, name) for name in SETTINGS},
             "layers": {name: site_state(layer, site) for name, (layer, site) in self.sites.items()},
@@ -198,8 +217,13 @@ class Refresher:
         if state["pending"] is not None:
             held = {name: Whitening(**w) for name, w in state["pending"]["whitenings"].items()}
             self._pending.put(held, int(state["pending"]["due"]))
+        self._watch_forwards()
         if self.gradients is not None:
             self.gradients.load_state_dict(state["gradients"])
+
+    def _kind(self) -> dict[str, Any]:
+        """What a state must agree on."""
+        return {"plus": self.plus, "source": self.source if isinstance(self.source, str) else "loader"}
 
     def _pending_state(self) -> dict[str, Any] | None:
         held = self._pending.peek()
@@ -223,6 +247,8 @@ class Refresher:
         other = state["gradients"]["source"] if "gradients" in state else None
         if source != other:
             raise ValueError(f"this state is of training with gradient whitening {other!r}, not {source!r}")
+        if state["kind"] != self._kind():
+            raise ValueError(f"this state is of training with {state['kind']}, not {self._kind()}")
         for name, (layer, site) in self.sites.items():
             check_site_state(name, layer, site, state["layers"][name])
 
@@ -270,6 +296,8 @@ class Refresher:
         for _, site in self.sites.values():
             if site.inputs is not None:
                 site.inputs.settle()
+        if self.gradients is not None:
+            self.gradients.settle()
         scheduled = self.next_refresh() == self.updates + 1
         self.updates += 1
         self._note_drift()
@@ -278,8 +306,8 @@ class Refresher:
         due = self._due(scheduled)
         if due:
             self._refresh(due)
-        elif self.plus:
-            rescale_(self.sites, self.optimizer)
+        if self.plus:
+            rescale_(self.sites, self.optimizer)  # which does nothing to sites in new coordinates
         if isinstance(self.source, str):
             self._open_windows()
 
@@ -314,6 +342,7 @@ class Refresher:
 
     def _refresh(self, names: list[str]) -> None:
         """Refresh these sites, at once or with the lag."""
+        self._note_fixed_biases()
         if self._pending.due is not None:  # refreshes closer than the lag
             self._change(self._pending.take())
         if isinstance(self.source, str):
@@ -397,6 +426,32 @@ class Refresher:
                 self.gradients.open(name)
             if site.inputs is not None and self.source == "ema":
                 site.inputs.forget(self.samples)
+        self._watch_forwards()
+
+    def _watch_forwards(self) -> None:
+        """While windows are open, have failures of whole forwards noticed; else leave the model without a hook."""
+        gathering = any(site.inputs is not None for _, site in self.sites.values())
+        if gathering and self._failures is None:
+            self._failures = self.model.register_forward_hook(_OnFailure(self), always_call=True)
+        elif not gathering and self._failures is not None:
+            self._failures.remove()
+            self._failures = None
+
+
+class _OnFailure:
+    """The model's forward hook while statistics are gathered; in a copy of the model it does nothing."""
+
+    def __init__(self, refresher: Refresher | None = None) -> None:
+        self._refresher = refresher
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        failed = output is None and sys.exc_info()[0] is not None  # torch calls it from its `except`
+        if failed and self._refresher is not None and not in_backward():  # checkpointing stops forwards by exceptions
+            self._refresher.undo()
+
+    def __reduce__(self) -> tuple[type[_OnFailure], tuple[()]]:
+        return _OnFailure, ()
 
 
 def _identity(groups: int, features: int, like: Tensor) -> Whitening:

@@ -23,7 +23,7 @@ def leading_directions(Sigma: Tensor, above: float, at_most: int) -> tuple[Tenso
     size = Sigma.shape[-1]
     wanted = min(at_most, max(16, size // 16))
     while True:
-        lam, E = _subspace(Sigma, min(size, wanted + OVERSAMPLING))
+        lam, E = leading_subspace(Sigma, min(size, wanted + OVERSAMPLING))
         count = int((lam > above).sum(-1).max())
         if count <= wanted:
             real = lam[:, :count] > above
@@ -33,7 +33,7 @@ def leading_directions(Sigma: Tensor, above: float, at_most: int) -> tuple[Tenso
         wanted = min(at_most, 2 * wanted)
 
 
-def _subspace(Sigma: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def leading_subspace(Sigma: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Approximate leading eigenvalues (groups, size), largest first, and their eigenvectors (groups, in, size)."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(Sigma.shape[-1], size, generator=generator, dtype=torch.float64)

@@ -23,7 +23,8 @@ class Moments:
     Batches are merged by the exact update of Chan, Golub and LeVeque (1979): any split and order of the
     rows gives the moments of one pass, up to rounding. While there are fewer rows than inputs, the scatter
     is held as a thin `factor` with `scatter = factor^T factor`, which is smaller and which lets the
-    whitening be computed through a small Gram matrix. After that it is held as its lower triangle, in blocks of rows.
+    whitening be computed through a small Gram matrix. After that it is held as its lower triangle, in blocks of rows,
+    and a factor of rows yet to be added.
 
     Shapes: mean (groups, in), scatter (groups, in, in), factor (groups, rows, in).
     """
@@ -60,7 +61,7 @@ class Moments:
             rows = rows.to(self.mean.dtype)
             mean = rows.mean(1)
             centred = rows - mean.unsqueeze(1)
-            if not torch.isfinite(centred.square().sum(1)).all():  # one NaN or inf anywhere makes its column so
+            if not math.isfinite(torch.linalg.vector_norm(centred).item()):  # as one NaN or infinity anywhere makes it
                 found = "values too large to square" if torch.isfinite(mean).all() else "NaN or infinite values"
                 raise FloatingPointError(f"the inputs contain {found}")
             self._merge(rows.shape[1], mean, factor=centred)
@@ -80,8 +81,8 @@ class Moments:
         if other.count > 0:
             with full_precision(self.mean):
                 like = self.mean
-                factor = None if other.factor is None else other.factor.to(like)
-                self._merge(other.count, other.mean.to(like), factor, other._dense)
+                rows = other._rows().to(like) if other._factors else None
+                self._merge(other.count, other.mean.to(like), rows, other._dense)
 
     @torch.no_grad()
     def decay(self, weight: float) -> None:
@@ -104,17 +105,13 @@ class Moments:
     @property
     def factor(self) -> Tensor | None:
         """The thin factor of the scatter, or None once there are as many rows as inputs."""
-        if self._dense is not None:
-            return None
-        if len(self._factors) == 1:
-            return self._factors[0]
-        nothing = self.mean.new_zeros(self.mean.shape[0], 0, self.mean.shape[1])
-        return torch.cat([nothing, *self._factors], dim=1)
+        return self._rows() if self._dense is None else None
 
     @property
     def scatter(self) -> Tensor:
         """The sum of outer products of the centred rows."""
         if self._dense is not None:
+            self._condense()
             return self._dense.full()
         factor = self.factor
         assert factor is not None
@@ -136,10 +133,10 @@ class Moments:
         """Everything, as tensors and numbers."""
         state: dict[str, Any] = {"count": self.count, "mean": self.mean.clone()}
         if self._dense is not None:
-            return {**state, "scatter": self._dense.full()}
-        factor = self.factor
-        assert factor is not None
-        return {**state, "factor": factor.clone()}
+            state["scatter"] = self._dense.full()
+        if self._factors or self._dense is None:
+            state["factor"] = self._rows().clone()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` gave."""
@@ -155,6 +152,20 @@ class Moments:
             self._dense.add_full(state["scatter"].to(self.mean))
         self._factors = [state["factor"].to(self.mean, copy=True)] if "factor" in state else []
 
+    def _rows(self) -> Tensor:
+        """What is held as rows, in one piece."""
+        if len(self._factors) == 1:
+            return self._factors[0]
+        nothing = self.mean.new_zeros(self.mean.shape[0], 0, self.mean.shape[1])
+        return torch.cat([nothing, *self._factors], dim=1)
+
+    def _condense(self) -> None:
+        """Add what is held as rows to the dense scatter, in one product."""
+        if self._factors:
+            self._dense = self._dense or _Triangle(self.mean)
+            self._dense.add_product(self._rows())
+            self._factors = []
+
     def _merge(
         self, count: float, mean: Tensor, factor: Tensor | None = None, scatter: _Triangle | None = None
     ) -> None:
@@ -164,20 +175,14 @@ class Moments:
         parts = [] if factor is None else [factor]
         if self.count > 0:  # the two means differ: one more row, of the weight that the formula gives
             parts.append(math.sqrt(self.count * count / total) * delta.unsqueeze(1))
-        held = sum(part.shape[1] for part in (*self._factors, *parts))
-        if self._dense is None and scatter is None and held < self.mean.shape[1]:
-            self._factors.extend(parts)
-        else:
-            # In one product: a pass over the scatter costs as much as a few hundred rows, and it does not matter then
-            # how a saved state had joined its parts.
-            parts = [torch.cat([*self._factors, *parts], dim=1)] if self._factors or parts else []
-            if self._dense is None:
-                self._dense = _Triangle(self.mean)
-                self._factors = []
-            for part in parts:
-                self._dense.add_product(part)
-            if scatter is not None:
-                self._dense.add(scatter)
+        self._factors.extend(parts)
+        if scatter is not None:
+            self._dense = self._dense or _Triangle(self.mean)
+            self._dense.add(scatter)
+        # A pass over the dense scatter costs as much as many rows, so they wait until there are enough.
+        patience = self.mean.shape[1] if self._dense is None else self.mean.shape[1] // 4
+        if sum(part.shape[1] for part in self._factors) >= max(1, patience):
+            self._condense()
         self.mean = self.mean + delta * (count / total)
         self.count = total
 

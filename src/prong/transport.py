@@ -72,6 +72,20 @@ def plan_state(optimizer: Optimizer, layer: Explicit, site: Site, transition: Tr
     return updates
 
 
+_POWERS: dict[Transport, int] = {transport_velocity: 1, transport_gradient: -1, transport_square: -2}
+
+
+def diagonal_powers(optimizer: Optimizer, V: Tensor) -> list[tuple[Tensor, int]]:
+    """V and its state, each with the power of s by which it is multiplied when U becomes diag(1/s) U."""
+    state = optimizer.state.get(V, {})
+    powers = [(V, 1)]
+    for key, transport in (transports_of(optimizer) or {}).items():
+        value = state.get(key)
+        if isinstance(value, Tensor) and value.shape == V.shape:
+            powers.append((value, _POWERS[transport]))
+    return powers
+
+
 def reset_state(optimizer: Optimizer, layer: WhitenedLayer, site: Site) -> None:
     """Forget the state of a site's parameters; torch's optimizers start it again."""
     for parameter in layer.pair(site):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from prong.precision import full_precision
-from prong.spectrum import leading_directions
+from prong.spectrum import leading_directions, leading_subspace
 from prong.statistics import Moments
 
 Basis = Literal["pca", "zca", "cholesky"]
@@ -93,8 +93,8 @@ def whiten(
         None       P = (Sigma + eps I)^-1
 
     and every inverse comes from the same factorisation. With a `cutoff`, P is that of a Sigma in which variances below
-    `cutoff * eps` are zero, and thin, where that halves the work of using it; no gain changes by more than a factor
-    `1 + cutoff`. On failure the ladder is climbed: the moments' own
+    `cutoff * eps` are zero, and thin, where that halves the work of using it; no gain grows by much more than
+    `1 + cutoff` times. On failure the ladder is climbed: the moments' own
     precision, then float64, then ten and a hundred times the damping (`Whitening.eps` tells).
 
     Raises:
@@ -167,6 +167,49 @@ def whiten_together(
         own: dict[str, Any] = {key: part[i].clone() for key, part in parts.items()}
         whitenings.append(replace(Whitening(m.mean.clone() if centred else None, eps), **own))
     return whitenings if all(w.is_finite() for w in whitenings) else None
+
+
+STORAGES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_storage(storage: torch.dtype | None) -> None:
+    """Refuse a dtype that matrices cannot be multiplied in."""
+    if storage is not None and storage not in STORAGES:
+        raise TypeError(f"storage is one of {', '.join(map(str, STORAGES))}, or None; got {storage!r}")
+
+
+def rounded(whitening: Whitening, moments: Moments, storage: torch.dtype) -> Whitening:
+    """The whitening with P in another dtype; as it is where rounding would spoil the steps.
+
+    P has entries of the size 1/eps, whose rounding errors may exceed the small gains 1/(lam + eps) of directions with a
+    large variance lam, or turn them negative. So those gains are looked at, in the leading directions.
+    """
+    if whitening.P is None:
+        return whitening
+    P = whitening.P.to(storage)
+    Sigma = moments.covariance(whitening.c is not None)
+    with full_precision(Sigma):
+        lam, E = leading_subspace(Sigma, min(32, Sigma.shape[-1]))
+        gains = E.mT @ times_inverse(E.mT, P, whitening.tail).mT * (lam + whitening.eps).unsqueeze(-1)
+    within = torch.isfinite(P).all() and torch.isfinite(gains).all()
+    if within:
+        off = torch.linalg.matrix_norm(gains - torch.eye(lam.shape[-1], dtype=gains.dtype, device=gains.device), 2)
+        within = (off < 0.5).all()
+    return replace(whitening, P=P) if within else whitening
+
+
+def times_inverse(X: Tensor, P: Tensor, tail: float = 0.0) -> Tensor:
+    """X (Sigma + eps I)^-1 for X (groups, rows, in), in the precision P is stored in.
+
+    P is that inverse (groups, in, in); or thin (groups, in, rank) where it is `tail I - P P^T`.
+    """
+    with full_precision(X):
+        low = X.to(P.dtype)
+        if tail == 0:
+            return torch.bmm(low, P).to(X.dtype)
+        if P.dtype == X.dtype:
+            return torch.baddbmm(X, torch.bmm(X, P), P.mT, beta=tail, alpha=-1)
+        return tail * X - torch.bmm(torch.bmm(low, P), P.mT).to(X.dtype)
 
 
 def _leading(Sigma: Tensor, eps: float, cutoff: float) -> Tensor | None:

@@ -65,6 +65,11 @@ def main(
     for name, value in {"updates": updates, "trials": trials, "workers": workers}.items():
         if value < 1:
             raise SystemExit(f"--{name} is at least 1, got {value}")
+    out = out or Path("results" if tune else "runs/demo")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"--out {out} is no folder to write to: {error.strerror}") from error
     torch.set_flush_denormal(True)  # sigmoid units make denormal numbers, which are slow
     console, problem = _console(), Problem(autoencoder, data_folder())
     try:
@@ -72,9 +77,9 @@ def main(
     except (FileNotFoundError, ValueError) as error:
         raise SystemExit(str(error)) from error
     if tune:
-        _tune(problem, Plan(updates, seed + 1), trials, workers, out or Path("results"), console)
+        _tune(problem, Plan(updates, seed + 1), trials, workers, out, console)
     else:
-        _compare(problem, Plan(updates, seed), out or Path("runs/demo"), console)
+        _compare(problem, Plan(updates, seed), out, console)
 
 
 def _console() -> Console:
@@ -84,7 +89,6 @@ def _console() -> Console:
 
 
 def _compare(problem: Problem, plan: Plan, out: Path, console: Console) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     source = problem.digits().source
     console.print(f"{source}; seed {plan.seed}", highlight=False)
     outcomes = _train_all(problem, plan, console)

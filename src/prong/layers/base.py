@@ -63,6 +63,7 @@ class Site:
         spread: where the mean square of the whitened inputs is gathered, for PRONG+.
         outputs: where gradients with respect to the outputs are gathered, for gradient whitening.
         drift: where changes of the inputs since the last refresh are watched, with an automatic period.
+        fixed_bias: whether the optimizer does not hold the bias, so that nothing can absorb a mean.
         label: the full name, for messages.
         training_only: whether forwards in eval mode are left out of the statistics.
     """
@@ -77,6 +78,7 @@ class Site:
     spread: MeanSquare | None = None
     outputs: OutputGradients | None = None
     drift: Drift | None = None
+    fixed_bias: bool = False
     label: str = ""
     training_only: bool = True
 
@@ -156,7 +158,7 @@ class WhitenedLayer(nn.Module):
     def centred(self, site: Site) -> bool:
         """Whether this site's inputs are centred: only if a bias that may change can absorb the mean."""
         bias = self.parameter(site.bias)
-        return self.centres and bias is not None and bias.requires_grad
+        return self.centres and bias is not None and bias.requires_grad and not site.fixed_bias
 
     def effective(self, site: Site) -> tuple[Tensor, Tensor | None]:
         """(W, b) of a site in the plain layer's shapes, to compute with."""
@@ -219,17 +221,19 @@ class WhitenedLayer(nn.Module):
         outputs.watch(z, *where)
 
     def stored(self, site: Site, whitening: Whitening) -> Whitening:
-        """A whitening in the precisions in which the layer keeps it."""
+        """A whitening in the precision of the site's weight; a P that is stored in another stays so."""
         weight, _ = self.pair(site)
-        kept = whitening.map(lambda x: x.to(weight.dtype))
-        return kept if self.storage is None or kept.P is None else replace(kept, P=kept.P.to(self.storage))
+        kept = whitening.map(lambda x: x.to(weight))
+        if self.storage is None or whitening.P is None or whitening.P.dtype != self.storage:
+            return kept
+        return replace(kept, P=whitening.P.to(weight.device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         moved: dict[int, Any] = {}  # what sites share, they go on sharing
         for site in self.sites:
             if site.whitening is not None:
-                site.whitening = moved.setdefault(id(site.whitening), self.stored(site, site.whitening.map(fn)))
+                site.whitening = moved.setdefault(id(site.whitening), self.stored(site, site.whitening))
             if site.inputs is not None:
                 site.inputs = moved.setdefault(id(site.inputs), site.inputs.to(self.pair(site)[0]))
         return self

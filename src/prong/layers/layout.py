@@ -46,6 +46,15 @@ class Layout:
         """The inverse of `pack`, contiguous as torch's own weights are."""
         return (X.permute(0, 3, 1, 2) if self.transposed else X.transpose(2, 3)).reshape(self.shape).contiguous()
 
+    def spread(self, s: Tensor) -> Tensor:
+        """A number for each input, s (groups, in), shaped so that it multiplies a stored weight."""
+        ones = (1,) * len(self.shape[2:])
+        if self.transposed:
+            return s.reshape(-1, 1, *ones)
+        if self.groups == 1:
+            return s.reshape(1, -1, *ones)
+        return s.repeat_interleave(self.outputs, dim=0).reshape(*self.shape[:2], *ones)
+
     def pack_bias(self, b: Tensor) -> Tensor:
         """The stored bias as (groups, out)."""
         return b.reshape(self.groups, self.outputs)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from prong.layers.layout import Layout
 from prong.precision import full_precision
-from prong.projection import against, natural_gradient, times_inverse
+from prong.projection import against, natural_gradient
+from prong.whitening import times_inverse
 
 
 def in_transform() -> bool:

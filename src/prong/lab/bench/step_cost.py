@@ -86,6 +86,8 @@ def main(
     """
     at_least(1, batches=batches, period=period, repetitions=repetitions, block=block)
     at_least(2, samples=samples)
+    if not tasks:
+        raise SystemExit("--tasks names one or more of: " + "; ".join(MAKERS))
     known("tasks", tasks, MAKERS)
     known("methods", methods, TIMED)
     writable(json=json)
