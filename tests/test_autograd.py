@@ -35,7 +35,7 @@ pytestmark = [  # torch's own
 ]
 forms = pytest.mark.parametrize("form", FORMS)
 specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-spaces = pytest.mark.parametrize("rows", [2, 9], ids=["activation_space", "gradient_space"])
+spaces = pytest.mark.parametrize("rows", [2, 12], ids=["activation_space", "gradient_space"])
 
 
 @pytest.fixture(autouse=True)
