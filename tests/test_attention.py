@@ -353,3 +353,26 @@ def test_whitening_from_shared_statistics_is_that_from_separate_ones():
     prong.refresh_(separate, [x], forward=lambda m, b: m(b, b.clone(), b.clone()))
     for one, other in zip(shared.sites, separate.sites, strict=True):
         assert_identical(one.whitening.P, other.whitening.P)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_few_tokens_give_the_gradients_that_many_give_by_another_way(monkeypatch, separate, bias, training):
+    sizes = {"kdim": 6, "vdim": 7} if separate else {}
+    layer = nn.MultiheadAttention(32, 2, batch_first=True, bias=bias, **sizes).double()
+    layer = prong.whiten_(layer).train(training)
+    query, key, value = (
+        torch.randn(2, 3, n, dtype=torch.float64) for n in (32, sizes.get("kdim", 32), sizes.get("vdim", 32))
+    )
+    many = [torch.randn(40, 3, x.shape[-1], dtype=torch.float64) for x in (query, key, value)]
+    prong.refresh_(layer, [many], EPS, forward=lambda m, b: m(*b))
+    assert layer.few_tokens((query, key, value)) and not layer.few_tokens(tuple(many))
+    parameters = list(layer.parameters())
+    z, weights = layer(query, key, value)
+    found = torch.autograd.grad(curved(z) + curved(weights), parameters)
+    monkeypatch.setattr(type(layer), "few_tokens", lambda self, inputs: False)
+    plain_z, plain_weights = layer(query, key, value)
+    assert_close((z, weights), (plain_z, plain_weights))
+    expected = torch.autograd.grad(curved(plain_z) + curved(plain_weights), parameters)
+    assert_close(found, expected, rtol=1e-9)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from prong.layers.base import Explicit, Implicit, Site, WhitenedLayer, canonical_property
 from prong.layers.layout import Layout
+from prong.layers.natural import Linear, activation_space_is_cheaper, natural
 
 
 class _Projection:
@@ -57,11 +58,10 @@ class AttentionKind(WhitenedLayer):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:  # noqa: D102
         out = self.out_proj if isinstance(self.out_proj, WhitenedLayer) else None
         self._observe_inputs((query, key, value))
-        projections = [self.effective(site) for site in self.sites]
         out_site = None if out is None else out.sites[0]
         out_pair = (self.out_proj.weight, self.out_proj.bias) if out is None else out.effective(out.sites[0])
         W_out, b_out = out_pair
-        watched = any(site.outputs is not None for site in self.sites)
+        detour = any(site.outputs is not None for site in self.sites) or self.few_tokens((query, key, value))
         listening = out_site is not None and (
             out_site.inputs is not None or out_site.spread is not None or out_site.outputs is not None
         )
@@ -69,23 +69,23 @@ class AttentionKind(WhitenedLayer):
         examples_at = 1 if query.dim() == 3 and not self.batch_first else 0
         replaced: dict[str, Any] = {}
         inputs = (query, key, value)
-        if watched:
-            # Project here, where the gradients can be seen, and let torch's own projections be the identity.
+        if detour:
+            # Project here, where gradients can be seen or be cheaper, and let torch's own projections be the identity.
             inputs = tuple(  # type: ignore[assignment]
-                self.watch(site, F.linear(h, W, b), examples_at=examples_at)
-                for site, h, (W, b) in zip(self.sites, inputs, projections, strict=True)
+                self.watch(site, self.project(site, h), examples_at=examples_at)
+                for site, h in zip(self.sites, inputs, strict=True)
             )
             identity = torch.eye(self.embed_dim, dtype=inputs[0].dtype, device=query.device)
             replaced |= dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), identity)
             replaced |= {"in_proj_weight": None, "in_proj_bias": None, "_qkv_same_embed_dim": False}
         else:
-            replaced |= self._input_projections(projections)
+            replaced |= self._input_projections([self.effective(site) for site in self.sites])
         if listening:
             identity = torch.eye(self.embed_dim, dtype=W_out.dtype, device=W_out.device)
             replaced["out_proj"] = _Projection(weight=identity, bias=None)
         else:
             replaced["out_proj"] = _Projection(weight=W_out, bias=b_out)
-        if watched or listening:  # torch's fused path for evaluation knows nothing of our detours
+        if detour or listening:  # torch's fused path for evaluation knows nothing of our detours
             replaced |= {"training": True, "dropout": self.dropout if self.training else 0.0}
         plain_forward: Any = nn.MultiheadAttention.forward
         z, weights = plain_forward(_View(self, **replaced), *inputs, *args, **options)
@@ -93,6 +93,14 @@ class AttentionKind(WhitenedLayer):
             out.observe(out_site, z)
             z = out.watch(out_site, F.linear(z, W_out, b_out), examples_at=examples_at)
         return z, weights
+
+    def project(self, site: Site, h: Tensor) -> Tensor:
+        """A site's projection of its inputs."""
+        return F.linear(h, *self.effective(site))
+
+    def few_tokens(self, inputs: tuple[Tensor, ...]) -> bool:
+        """Whether there are so few that projecting them twice, once by the identity, is worth it."""
+        return False
 
     def _observe_inputs(self, inputs: tuple[Tensor, ...]) -> None:
         if any(site.inputs is not None for site in self.sites):
@@ -124,9 +132,27 @@ class AttentionKind(WhitenedLayer):
 
 
 class ImplicitMultiheadAttention(Implicit, AttentionKind, nn.MultiheadAttention):
-    """nn.MultiheadAttention with natural gradients."""
+    """nn.MultiheadAttention with natural gradients.
+
+    With few tokens its inputs are whitened instead of its gradients. That takes a detour of some four times as many
+    products, as torch's attention projects by itself.
+    """
 
     plain = nn.MultiheadAttention
+
+    def few_tokens(self, inputs: tuple[Tensor, ...]) -> bool:  # noqa: D102
+        rows = max(h.numel() // max(h.shape[-1], 1) for h in inputs)
+        return 4 * rows < self.embed_dim and any(self.naturally(site) for site in self.sites)
+
+    def project(self, site: Site, h: Tensor) -> Tensor:  # noqa: D102
+        rows = h.numel() // max(h.shape[-1], 1)
+        w = site.whitening
+        if w is None or w.P is None or not self.naturally(site) or not activation_space_is_cheaper(site.layout, rows):
+            return super().project(site, h)
+        weight, bias = self.pair(site)
+        W, b = site.part(weight), site.part(bias)
+        assert W is not None
+        return natural(Linear(site.layout), h, W, b, w.P, w.c, w.tail, self.switch)
 
 
 class ExplicitMultiheadAttention(Explicit, AttentionKind, nn.MultiheadAttention):
