@@ -440,14 +440,14 @@ def test_the_mean_square_of_all_batches_is_taken_once(sizes, seed):
 
 
 def test_the_scatter_of_many_inputs_is_held_as_a_triangle_and_is_whole_when_read(monkeypatch):
-    monkeypatch.setattr(statistics._Triangle, "BLOCK", 3)
+    monkeypatch.setattr(statistics._Triangle, "NARROW", 1)
     batches = [randn(2, 9, 8) + 1, randn(2, 5, 8), randn(2, 20, 8) * 3]
     moments = moments_of(*batches)
     rows = torch.cat(batches, dim=1)
     centred = rows - rows.mean(1, keepdim=True)
     assert_close(moments.scatter, centred.mT @ centred)
-    held = sum(x.numel() for x in moments.tensors()) - moments.mean.numel()
-    assert held == 2 * (3 * 3 + 3 * 6 + 2 * 8) < 2 * 8 * 8
+    held = sum(x.numel() for x in moments._dense.blocks)
+    assert held == 2 * (2 * 2 + 2 * 4 + 2 * 6 + 2 * 8) < 2 * 8 * 8
     other = [randn(2, 30, 8)]
     moments.merge(moments_of(*other))
     copy = Moments(2, 8, torch.float64)
@@ -457,3 +457,14 @@ def test_the_scatter_of_many_inputs_is_held_as_a_triangle_and_is_whole_when_read
         assert_close(found.scatter, moments_of(*batches, *other).scatter)
     copy.decay(0.5)
     assert_close(copy.scatter, moments.scatter / 2)
+
+
+SIZES = st.one_of(st.integers(1, 8), st.integers(60, 70), st.sampled_from([128, 255, 300]))
+
+
+@given(size=SIZES, rows=st.integers(1, 40))
+def test_no_more_than_the_square_of_the_inputs_is_held_however_many_rows_come(size, rows):
+    moments = Moments(1, size)
+    for _ in range(2 * size // rows + 3):
+        moments.add(torch.randn(1, rows, size))
+        assert sum(x.numel() for x in moments.tensors()) - moments.mean.numel() <= size**2

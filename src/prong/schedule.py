@@ -16,11 +16,13 @@ from torch.utils.hooks import RemovableHandle
 
 from prong.background import Background
 from prong.checkpoint import check_site_state, restore_site, site_state
+from prong.compatibility import check_optimizer
 from prong.drift import EVERY, TOLERANCE, Drift
 from prong.estimation import as_batches, estimate
+from prong.failures import OnFailure
 from prong.gradient_whitening import GradientWhitening
 from prong.injection import check_count, check_model
-from prong.layers import Explicit, Implicit, WhitenedLayer, in_backward
+from prong.layers import Explicit, WhitenedLayer
 from prong.plus import rescale_
 from prong.precision import accumulation_dtype
 from prong.refresh import OnRefresh, assign_, check_between_updates, require_whitened, whitenings_of
@@ -90,7 +92,7 @@ class Refresher:
         if gradients is not None and gradients.needs_windows and not isinstance(source, str):
             raise ValueError("gradient_whitening gathers from training passes: use source='window' or 'ema'")
         self.sites = require_whitened(model)
-        self._check_optimizer(optimizer, plus)
+        check_optimizer(optimizer, self.sites, plus)
         self.model, self.optimizer = model, optimizer
         self.eps, self.period, self.samples = eps, period, samples
         self.source, self.lag, self.on_refresh, self.plus = source, lag, on_refresh, plus
@@ -252,41 +254,6 @@ class Refresher:
         for name, (layer, site) in self.sites.items():
             check_site_state(name, layer, site, state["layers"][name])
 
-    def _check_optimizer(self, optimizer: Optimizer, plus: bool) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        layers = [layer for layer, _ in self.sites.values()]
-        if any(layer.owner is not None for layer in layers):
-            raise ValueError(
-                "this model is refreshed by another PRONG or Refresher already. Start afresh with prong.fold_(model), "
-                "or keep its whitening and detach that one: optimizer.refresher.detach()."
-            )
-        if any(isinstance(layer, Implicit) for layer in layers):
-            if not isinstance(optimizer, torch.optim.SGD):
-                raise ValueError(
-                    f"{type(optimizer).__name__} is not linear in the gradient, so it cannot use implicit layers; "
-                    'whiten the model with prong.whiten_(model, form="explicit")'
-                )
-            if plus:
-                raise ValueError('PRONG+ rescales U itself and needs form="explicit"')
-        if plus and transports_of(optimizer) is None:
-            raise ValueError(f"PRONG+ would reset the state of {type(optimizer).__name__} at every update")
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        weights = [layer.pair(site)[0] for layer, site in self.sites.values() if isinstance(layer, Explicit)]
-        if any(weight.requires_grad and id(weight) not in held for weight in weights):
-            raise ValueError(
-                "the optimizer does not train all explicitly whitened weights, so it could not carry their state "
-                "along; give it all of them, or whiten only its own: prong.whiten_(model, layers=...)"
-            )
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if several and torch.distributed.get_world_size() > 1 and any(isinstance(layer, Explicit) for layer in layers):
-            raise NotImplementedError(
-                "whitened coordinates are not shared among workers yet, so explicit layers would drift apart; "
-                'use form="implicit", whose averaged natural gradients keep workers together'
-            )
-        if plus and any(layer.basis != "pca" for layer in layers):
-            raise ValueError('PRONG+ rescales principal directions and needs basis="pca"')
-
     def _after_step(self, *unused: Any) -> None:
         if self.gradients is not None:
             self.gradients.restore()
@@ -432,26 +399,10 @@ class Refresher:
         """While windows are open, have failures of whole forwards noticed; else leave the model without a hook."""
         gathering = any(site.inputs is not None for _, site in self.sites.values())
         if gathering and self._failures is None:
-            self._failures = self.model.register_forward_hook(_OnFailure(self), always_call=True)
+            self._failures = self.model.register_forward_hook(OnFailure(self), always_call=True)
         elif not gathering and self._failures is not None:
             self._failures.remove()
             self._failures = None
-
-
-class _OnFailure:
-    """The model's forward hook while statistics are gathered; in a copy of the model it does nothing."""
-
-    def __init__(self, refresher: Refresher | None = None) -> None:
-        self._refresher = refresher
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
-        failed = output is None and sys.exc_info()[0] is not None  # torch calls it from its `except`
-        if failed and self._refresher is not None and not in_backward():  # checkpointing stops forwards by exceptions
-            self._refresher.undo()
-
-    def __reduce__(self) -> tuple[type[_OnFailure], tuple[()]]:
-        return _OnFailure, ()
 
 
 def _identity(groups: int, features: int, like: Tensor) -> Whitening:

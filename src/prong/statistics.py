@@ -180,8 +180,8 @@ class Moments:
             self._dense = self._dense or _Triangle(self.mean)
             self._dense.add(scatter)
         # A pass over the dense scatter costs as much as many rows, so they wait until there are enough.
-        patience = self.mean.shape[1] if self._dense is None else self.mean.shape[1] // 4
-        if sum(part.shape[1] for part in self._factors) >= max(1, patience):
+        patience = self.mean.shape[1] if self._dense is None else self._dense.patience
+        if sum(part.shape[1] for part in self._factors) >= patience:
             self._condense()
         self.mean = self.mean + delta * (count / total)
         self.count = total
@@ -190,15 +190,20 @@ class Moments:
 class _Triangle:
     """Symmetric matrices (groups, in, in), held and added to as their lower triangle in blocks of rows.
 
-    Block i has the rows from i BLOCK on, and the columns up to its last row.
+    A block has some rows, and the columns up to its last row. With `patience`, the rows of a factor that may wait to be
+    added, it stays below in^2 numbers.
     """
 
-    BLOCK = 256  # smaller blocks waste less of what lies above the diagonal, and make slower products
+    BLOCK = 256  # rows at most: smaller blocks waste less of what lies above the diagonal, and make slower products
+    NARROW = 64  # inputs, below which blocks are not worth their calls
 
     def __init__(self, like: Tensor) -> None:
         groups, size = like.shape
-        self._starts = list(range(0, size, self.BLOCK))
-        ends = [min(size, start + self.BLOCK) for start in self._starts]
+        narrow = size < self.NARROW
+        rows = size if narrow else min(self.BLOCK, -(-size // 4))
+        self.patience = 1 if narrow else size // 4
+        self._starts = list(range(0, size, rows))
+        ends = [min(size, start + rows) for start in self._starts]
         self.blocks = [like.new_zeros(groups, end - start, end) for start, end in zip(self._starts, ends, strict=True)]
 
     def add_product(self, part: Tensor) -> None:
