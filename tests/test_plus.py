@@ -52,30 +52,23 @@ def _canonical_velocity(layer, optimizer):
     return site.layout.pack(optimizer.state[layer.V]["momentum_buffer"]).flatten(1, 2) @ site.whitening.U
 
 
-def test_the_scale_is_the_running_deviation_of_whitened_activations():
-    model = mlp()
+def _padded(x):
+    """Positions of the padded map: the zeros count too."""
+    return F.pad(x, (1, 1, 1, 1)).movedim(1, -1).reshape(-1, 2)
+
+
+@pytest.mark.parametrize(("make", "samples"), [(mlp, lambda x: x), (convnet, _padded)], ids=["linear", "convolution"])
+def test_the_scale_is_the_running_deviation_of_whitened_activations(make, samples):
+    model = make()
     data = batches(model, 3)
     optimizer = plus(model)
     run(model, optimizer, data[:2])
     whitening = model[0].sites[0].whitening
     run(model, optimizer, data[2:])
-    variance = ((data[2][0] - whitening.c[0]) @ whitening.U[0].T).square().mean(0)
+    variance = ((samples(data[2][0]) - whitening.c[0]) @ whitening.U[0].T).square().mean(0)
     s = (PLUS_DECAY + (1 - PLUS_DECAY) * variance).sqrt()
     torch.testing.assert_close(model[0].sites[0].whitening.U[0], whitening.U[0] / s[:, None], **CLOSE)
     torch.testing.assert_close(model[0].sites[0].whitening.U_inv[0], whitening.U_inv[0] * s, **CLOSE)
-
-
-def test_padded_zeros_count_in_the_scale_of_a_convolution():
-    model = convnet()
-    data = batches(model, 3)
-    optimizer = plus(model)
-    run(model, optimizer, data[:2])
-    whitening = model[0].sites[0].whitening
-    run(model, optimizer, data[2:])
-    padded = F.pad(data[2][0], (1, 1, 1, 1)).movedim(1, -1).reshape(-1, 2)
-    variance = ((padded - whitening.c[0]) @ whitening.U[0].T).square().mean(0)
-    s = (PLUS_DECAY + (1 - PLUS_DECAY) * variance).sqrt()
-    torch.testing.assert_close(model[0].sites[0].whitening.U[0], whitening.U[0] / s[:, None], **CLOSE)
 
 
 @attentions

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from prong.lab.bench.growth import exponent
 from prong.lab.bench.plots import Panel, draw
-from prong.lab.bench.sheets import Sheet, as_rich, number, power
+from prong.lab.bench.sheets import Sheet, number, power, present
 from prong.lab.record import provenance, write_json
-from prong.lab.terminal import announce, at_least, make_console, progress, writable
+from prong.lab.terminal import at_least, make_console, progress, writable
 from prong.lab.timing import interleaved
 from prong.projection import Transition, transport_velocity
 from prong.statistics import Moments
@@ -77,11 +77,7 @@ def main(
             record["times"].append({"samples": count, "dtype": dtype, "width": width, "ms": times})
             if json is not None:
                 write_json(json, record)
-    for table in sheets(record):
-        console.print(as_rich(table))
-    if plot is not None:
-        plot.write_bytes(picture(record))
-    announce(console, Record=json, Plot=plot)
+    present(console, sheets(record), json, plot, lambda: picture(record))
 
 
 def measure(

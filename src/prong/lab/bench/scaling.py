@@ -12,11 +12,11 @@ from prong.lab.bench.amortise import averages
 from prong.lab.bench.contest import BLOCK, SETTINGS, measure, steps
 from prong.lab.bench.growth import exponent
 from prong.lab.bench.plots import Panel, draw
-from prong.lab.bench.sheets import Sheet, as_rich, number, power
+from prong.lab.bench.sheets import Sheet, number, power, present
 from prong.lab.bench.tasks import mlp_task
 from prong.lab.methods import METHODS
 from prong.lab.record import provenance, write_json
-from prong.lab.terminal import announce, at_least, make_console, progress, writable
+from prong.lab.terminal import at_least, make_console, progress, writable
 
 NAME = "scaling"
 BASE = {"depth": 4, "width": 512, "batch": 128}  # what the other two are while one is varied
@@ -70,11 +70,7 @@ def main(
             record["points"].append({"axis": axis, **size, **cost})
             if json is not None:
                 write_json(json, record)
-    for table in sheets(record):
-        console.print(as_rich(table))
-    if plot is not None:
-        plot.write_bytes(picture(record))
-    announce(console, Record=json, Plot=plot)
+    present(console, sheets(record), json, plot, lambda: picture(record))
 
 
 def curves(record: Mapping[str, Any], axis: str) -> tuple[list[int], dict[str, list[float]]]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
+
+from prong.lab.terminal import announce
 
 NONE = "-"
 
@@ -30,6 +34,21 @@ def as_rich(sheet: Sheet) -> Table:
     for row in sheet.rows:
         table.add_row(*row)
     return table
+
+
+def present(
+    console: Console,
+    sheets: Iterable[Sheet],
+    json: Path | None,
+    plot: Path | None = None,
+    picture: Callable[[], bytes] | None = None,
+) -> None:
+    """Print the tables, write the picture if one is wanted, and tell where the files are."""
+    for sheet in sheets:
+        console.print(as_rich(sheet))
+    if plot is not None and picture is not None:
+        plot.write_bytes(picture())
+    announce(console, Record=json, Plot=plot)
 
 
 def as_markdown(sheet: Sheet) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prong.lab.bench.sheets import NONE, Sheet, as_rich, number
+from prong.lab.bench.sheets import NONE, Sheet, number, present
 from prong.lab.record import provenance, write_json
-from prong.lab.terminal import announce, at_least, make_console, progress, writable
+from prong.lab.terminal import at_least, make_console, progress, writable
 from prong.lab.timing import interleaved
 from prong.layers.layout import Layout
 from prong.layers.natural import Convolution, Linear, Operation, Switch, natural, naturalize
@@ -57,9 +57,7 @@ def main(
             record["points"].append({"layer": layer, "rank": rank, "ratio": ratio, "ms": milliseconds})
             if json is not None:
                 write_json(json, record)
-    for table in sheets(record):
-        console.print(as_rich(table))
-    announce(console, Record=json)
+    present(console, sheets(record), json)
 
 
 def _linear(width: int, ratio: float) -> tuple[Operation, Tensor]:
