@@ -202,7 +202,7 @@ def test_watched_outputs_change_neither_outputs_nor_gradients_of_attention(form,
     refresh(layer, case, case.sample())
     inputs = case.sample()
     z, gradients = attend(layer, inputs, case), parameter_gradients(layer, loss_of(layer, inputs, case))
-    prong.PRONG(layer, lr=0.1, balance=True)
+    prong.PRONG(layer, lr=0.1, gradient_whitening="empirical")
     assert_close(attend(layer, inputs, case), z)
     assert_close(parameter_gradients(layer, loss_of(layer, inputs, case)), gradients)
 

@@ -158,7 +158,7 @@ def test_gradcheck_passes_where_only_the_backward_is_ordinary(rows):
 
     def function(h, W, b):
         switch.ordinary = False
-        where = whitening.P, whitening.c, 0.0
+        where = whitening.P, whitening.c, None, 0.0
         if rows < len(W):
             z = natural(Linear(layout), h, W, b, *where, switch)
         else:
@@ -364,12 +364,13 @@ def test_a_refresh_needs_no_recompilation(form):
 
 
 @forms
+@pytest.mark.parametrize("balance", [False, True], ids=["plain", "balance"])
 @pytest.mark.parametrize("case", [MODELS["mlp"], MODELS["cnn"]], ids=["mlp", "cnn"])
-def test_training_a_compiled_model_with_prong_equals_training_the_eager_one(form, case):
+def test_training_a_compiled_model_with_prong_equals_training_the_eager_one(form, case, balance):
     def train(compiled: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = case.build()
-        optimizer = prong.PRONG(model, lr=0.01, form=form, period=3, eps=0.1)
+        optimizer = prong.PRONG(model, lr=0.01, form=form, period=3, eps=0.1, balance=balance)
         run = torch.compile(model, backend="aot_eager") if compiled else model
         for step in range(5):  # refreshes after 1, 2, 3: windows are open and later closed
             torch.manual_seed(step)

@@ -61,9 +61,10 @@ def test_p_is_the_inverse_of_the_truncated_covariance(rows, centred):
     assert gains.min() > 1 - 1e-3 and gains.max() < 1 + cutoff * 1.05
 
 
-def test_leading_directions_are_those_of_a_complete_decomposition():
+@pytest.mark.parametrize("expected", [0, 1, 12, 50])
+def test_leading_directions_are_those_of_a_complete_decomposition(expected):
     Sigma = moments(decaying(96, 2000, groups=3, decay=0.7)).covariance()
-    lam, E = leading_directions(Sigma, 1e-2, at_most=32)
+    lam, E = leading_directions(Sigma, 1e-2, at_most=32, expected=expected)
     exact_lam, exact_E = (x.flip(-1)[..., : lam.shape[1]] for x in torch.linalg.eigh(Sigma))
     kept = lam > 0
     assert (kept.sum(-1) == (exact_lam > 1e-2).sum(-1)).all() and not kept.all(), "groups differ in how many they have"

@@ -12,11 +12,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import prong
+from prong.injection import whitened_sites
 from tests.training import DOUBLE, batches, canonical, convnet, mlp, run
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 SOURCES = [{"balance": True}, {"gradient_whitening": "empirical"}, {"gradient_whitening": "categorical"}]
 IDS = ["balance", "empirical", "categorical"]
+
+
+def gathered_by(model):
+    """What the sites' running statistics make of Q, or the matrices that were taken."""
+    sites = whitened_sites(model).items()
+    running = {name: site.outputs.preconditioner(1e-2) for name, (_, site) in sites if site.outputs is not None}
+    return running | next(layer.owner.gradients.Q for _, (layer, _) in sites)
 
 
 @pytest.mark.parametrize("options", SOURCES, ids=IDS)
@@ -28,7 +36,7 @@ def test_both_forms_walk_the_same_path(make, options):
         torch.manual_seed(5)
         optimizer = prong.PRONG(model, 0.005, eps=0.3, period=6, samples=32, form=form, **options)
         run(model, optimizer, batches(model, 20))
-        assert optimizer.refresher.gradients.Q
+        assert gathered_by(model)
         paths.append(canonical(model))
     torch.testing.assert_close(*paths, **CLOSE)
 
@@ -106,6 +114,46 @@ def test_balance_divides_by_the_mean_square_of_per_example_output_gradients():
     torch.testing.assert_close(model.weight.detach(), expected, **CLOSE)
 
 
+@pytest.mark.parametrize("make", [mlp, convnet])
+@pytest.mark.parametrize("rows", [2, 64], ids=["activation space", "gradient space"])
+def test_in_the_implicit_form_balance_is_in_the_gradients(make, rows):
+    model = make()
+    optimizer = prong.PRONG(model, 0.01, eps=0.3, samples=32, balance=True)
+    run(model, optimizer, batches(model, 3))
+    x, y = (t.repeat(rows, *(1,) * (t.dim() - 1))[:rows] for t in batches(model, 1)[0])
+    plain = copy.deepcopy(model)  # natural gradients, free of the optimizer
+    F.cross_entropy(plain(x), y).backward()
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    Q = gathered_by(model)
+    for name, (layer, site) in whitened_sites(plain).items():
+        balanced = whitened_sites(model)[name][0].pair(site)
+        for p, q in zip(layer.pair(site), balanced, strict=True):
+            if p is not None:
+                expected = p.grad.unflatten(0, (site.layout.groups, -1)) * Q[name].view(-1, *(1,) * p.dim())
+                torch.testing.assert_close(q.grad, expected.view_as(p), **CLOSE)
+    before = [p.grad.clone() for p in model.parameters()]
+    optimizer.step()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+
+
+def test_a_backward_that_failed_half_way_does_not_change_what_is_balanced():
+    paths = []
+    for fails in (False, True):
+        model = mlp()
+        optimizer = prong.PRONG(model, 0.01, eps=0.3, period=4, samples=32, source="ema", balance=True)
+        for i, (x, y) in enumerate(batches(model, 6)):
+            if fails and i == 4:
+                F.cross_entropy(model(x), y).backward()
+                with pytest.raises(RuntimeError):
+                    model(x[:, :-1])  # a shape that it cannot take
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        paths.append(canonical(model))
+    torch.testing.assert_close(*paths, **CLOSE)
+
+
 @pytest.mark.parametrize("form", ["implicit", "explicit"])
 def test_loss_scaling_and_accumulation_are_undone_when_told_of(form):
     paths = []
@@ -175,10 +223,10 @@ def test_an_overflow_that_a_grad_scaler_skips_is_left_out_of_balance():
     optimizer = prong.PRONG(model, 0.01, eps=0.3, period=4, samples=32, balance=True)
     data = batches(model, 4)
     run(model, optimizer, data[:2])
-    before = optimizer.refresher.gradients.Q["0"].clone()
+    before = gathered_by(model)["0"].clone()
     (F.cross_entropy(model(data[2][0]), data[2][1]) * float("inf")).backward()
     run(model, optimizer, data[3:])
-    after = optimizer.refresher.gradients.Q["0"]
+    after = gathered_by(model)["0"]
     assert torch.isfinite(after).all() and not torch.equal(after, before)
 
 
@@ -230,7 +278,8 @@ def test_an_example_of_attention_is_a_sequence_wherever_the_batch_is():
         optimizer = prong.PRONG(model, 0.0, 0.0, balance=True)
         model(h, h, h)[0].square().sum().div(8).backward()
         optimizer.step()
-        Q.append(optimizer.refresher.gradients.Q)
+        Q.append(gathered_by(model))
+    assert set(Q[0]) == {"q", "k", "v", "out_proj"}
     torch.testing.assert_close(Q[0], Q[1], **CLOSE)
 
 

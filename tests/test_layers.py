@@ -137,9 +137,11 @@ def test_activation_space_and_gradient_space_agree(inputs, rows, bias, seed):
     W, b = layer.weight, layer.bias
     parameters = [h, W] if b is None else [h, W, b]
     in_activation_space = natural(
-        Linear(site.layout), h, W, b, site.whitening.P, site.whitening.c, site.whitening.tail, Switch()
+        Linear(site.layout), h, W, b, site.whitening.P, site.whitening.c, None, site.whitening.tail, Switch()
     )
-    in_gradient_space = F.linear(h, *naturalize(W, b, site.whitening.P, site.whitening.c, 0.0, site.layout, Switch()))
+    in_gradient_space = F.linear(
+        h, *naturalize(W, b, site.whitening.P, site.whitening.c, None, 0.0, site.layout, Switch())
+    )
     assert_close(in_activation_space, in_gradient_space)
     expected = torch.autograd.grad(curved(in_gradient_space), parameters)
     assert_close(torch.autograd.grad(curved(in_activation_space), parameters), expected, rtol=1e-9)

@@ -11,13 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from prong.gradients import (
-    GRADIENT_SOURCES,
-    OutputGradients,
-    precondition,
-    sampled_output_gradient,
-)
-from prong.layers import Site, WhitenedLayer
+from prong.gradients import GRADIENT_SOURCES, Gain, OutputGradients, precondition, sampled_output_gradient
+from prong.layers import Implicit, Site, WhitenedLayer
 
 BALANCE = "balance"
 BALANCE_DECAY = 0.99  # of the running mean square, per update
@@ -68,10 +63,12 @@ class GradientWhitening:
 
     def open(self, name: str) -> None:
         """Begin to gather a site's output gradients, unless that has begun."""
-        _, site = self.sites[name]
+        layer, site = self.sites[name]
         if site.outputs is None:
             scale = None if self._sampled else self._per_example
             site.outputs = OutputGradients(self.source == BALANCE, scale, own_backward=self._sampled)
+            if self.source == BALANCE and isinstance(layer, Implicit):
+                site.outputs.gain = site.gain = Gain()
 
     def close(self, name: str) -> None:
         """Take the matrix of what was gathered; keep the last one if there was nothing."""
@@ -125,6 +122,8 @@ class GradientWhitening:
         """After an update: keep what was gathered for it."""
         for _, site in self.sites.values():
             if site.outputs is not None:
+                if self.source == BALANCE:
+                    site.outputs.decay(BALANCE_DECAY)
                 site.outputs.settle()
         self._random_before = None if self._random is None else self._random.get_state()
 
@@ -191,24 +190,32 @@ class GradientWhitening:
     @torch.no_grad()
     def _precondition(self) -> None:
         for name, (layer, site) in self.sites.items():
-            if self.source == BALANCE and site.outputs is not None:
-                Q = site.outputs.preconditioner(self.eps)
-                if Q is not None:
-                    self.Q[name] = Q
-                site.outputs.decay(BALANCE_DECAY)
-            if name not in self.Q:
+            Q = self._due(name, site)
+            if Q is None:
                 continue
             for parameter, pack, unpack in _packings(layer, site):
                 if parameter.grad is not None:
                     self._ordinary.append((parameter, parameter.grad))
                     part = site.part(parameter.grad)
                     assert part is not None
-                    changed = unpack(precondition(pack(part), self.Q[name]))
+                    changed = unpack(precondition(pack(part), Q))
                     if site.rows is not None and part is not parameter.grad:
                         whole = parameter.grad.clone()
                         site.write(whole, changed)
                         changed = whole
                     parameter.grad = changed
+
+    def _due(self, name: str, site: Site) -> Tensor | None:
+        """The Q of a site that its gradients are still to be multiplied by."""
+        if self.source != BALANCE or site.outputs is None:
+            return self.Q.get(name)
+        gain, outputs = site.gain, site.outputs
+        if gain is None or not gain.used or gain.value is None:
+            return outputs.preconditioner()
+        if not gain.late:
+            return None  # backward has done it
+        Q = outputs.preconditioner()  # of several passes, of which the first has told
+        return None if Q is None else Q / gain.value
 
     def restore(self) -> None:
         """After the step: give users their gradients back, and let go of outputs that were never used."""

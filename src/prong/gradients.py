@@ -7,7 +7,9 @@ positions, and `Q = R^T R = (G + damping)^-1`, whitening the gradients as well t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,6 +23,30 @@ DISTRIBUTIONS: tuple[str, ...] = get_args(Distribution)
 GRADIENT_SOURCES: tuple[str, ...] = get_args(GradientSource)
 
 
+@dataclass
+class Gain:
+    """What backward passes through a layer multiply the steps of each group by; asked when they run.
+
+    Attributes:
+        value: (groups, 1, 1), or None while it is not known.
+        used: whether a backward pass has asked for it and got one.
+        late: whether more has become known since the value was told.
+    """
+
+    value: Tensor | None = None
+    used: bool = False
+    late: bool = False
+
+    def take(self) -> Tensor | None:
+        """The value, to be used."""
+        self.used = self.used or self.value is not None
+        return self.value
+
+    def reset(self) -> None:
+        """Not known, and not used."""
+        self.value, self.used, self.late = None, False, False
+
+
 class OutputGradients:
     """Second moments of per-example output gradients of one site: the matrix G, or only its mean diagonal.
 
@@ -32,6 +58,7 @@ class OutputGradients:
     Attributes:
         scale: what turns a gradient of the training loss into one of an example's own loss, given the number of
             examples: the mean over the batch is undone, and so is any loss scaling.
+        gain: told Q when the first gradient of an update arrives, which is before the layer's own backward pass.
         pending: outputs kept for a backward pass of our own (None: the training backward is listened to).
     """
 
@@ -41,8 +68,9 @@ class OutputGradients:
         self.scalar = scalar
         self.scale = scale
         self.total: Tensor | None = None
-        self.examples = 0.0
-        self._settled: tuple[Tensor | None, float] = (None, 0.0)
+        self.examples: Tensor | float = 0.0
+        self._settled: tuple[Tensor | None, Tensor | float] = (None, 0.0)
+        self.gain: Gain | None = None
         self.pending: list[tuple[Tensor, int, int, int]] | None = [] if own_backward else None
 
     def watch(self, z: Tensor, groups: int, channels_at: int, examples_at: int = 0) -> None:
@@ -53,12 +81,21 @@ class OutputGradients:
             z.register_hook(lambda delta: self._arrived(delta, groups, channels_at, examples_at))  # type: ignore[no-untyped-call]
 
     def _arrived(self, delta: Tensor | None, *where: int) -> None:
-        if delta is not None:  # some functions send nothing back
-            self.add(delta, *where)
+        if delta is None:  # some functions send nothing back
+            return
+        self.add(delta, *where)
+        if self.gain is None:
+            return
+        if self.gain.value is None:
+            self.gain.value = self.preconditioner()
+        else:
+            self.gain.late = True
 
     def settle(self) -> None:
         """Keep what was added."""
         self._settled = self.total, self.examples
+        if self.gain is not None:
+            self.gain.reset()
 
     def undo(self) -> None:
         """Take back what was added since `settle`."""
@@ -66,54 +103,75 @@ class OutputGradients:
         if self.pending is not None:
             self.pending = []
 
-    @torch.no_grad()
     def add(self, delta: Tensor, groups: int, channels_at: int, examples_at: int = 0) -> None:
         """Add the output gradients of a batch, shaped as the output."""
         examples = delta.shape[examples_at] if delta.dim() >= 1 - channels_at else 1
-        with full_precision(delta):
-            rows = torch.movedim(delta.detach(), channels_at, -1)
-            rows = rows.reshape(-1, groups, rows.shape[-1] // groups).transpose(0, 1)
-            rows = rows.to(accumulation_dtype(delta.dtype))
-            if self.scalar:  # one pass, no temporary
-                second = torch.linalg.vector_norm(rows, dim=(1, 2), keepdim=True).square() / rows.shape[2]
-            else:
-                second = rows.mT @ rows
-            if self.scale is not None:
-                second = second * self.scale(examples) ** 2
-        if not torch.isfinite(second).all():  # an overflow that a GradScaler is about to skip
-            return
+        second = (_mean_square if self.scalar else _second_moment)(delta.detach(), groups, channels_at)
+        if self.scale is not None:
+            second = second * self.scale(examples) ** 2
+        finite = (second.abs() < math.inf).all()  # or it is an overflow that a GradScaler is about to skip
+        if self.scalar:  # at every update: do not wait for the device
+            self._count(second.where(finite, 0.0), finite * examples)
+        elif finite:
+            self._count(second, examples)
+
+    def _count(self, second: Tensor, examples: Tensor | float) -> None:
         self.total = second if self.total is None else self.total + second
-        self.examples += examples
+        self.examples = self.examples + examples
 
     def decay(self, weight: float) -> None:
         """Let everything seen so far count `weight` times as much."""
         if self.total is not None:
             self.total = self.total * weight
-            self.examples *= weight
+            self.examples = self.examples * weight
 
-    def preconditioner(self, eps: float) -> Tensor | None:
-        """Q: the inverse of `G + eps tr(G)/out I`, or of its mean diagonal; None if nothing came or it is zero."""
+    def preconditioner(self, eps: float = 0.0) -> Tensor | None:
+        """Q: the inverse of `G + eps tr(G)/out I`, or of its mean diagonal, 1 where that is zero; None if unknown."""
         if self.total is None:
             return None
         G = self.total / self.examples
+        if self.scalar:
+            return G.reciprocal().where(G > 0, 1.0)
         size = G.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
         if not (size > 0).all():
             return None
-        if self.scalar:
-            return 1 / G
         identity = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
         L, info = torch.linalg.cholesky_ex((G + eps * size * identity).double())
         return torch.cholesky_inverse(L).to(G.dtype) if not info.any() else None
 
     def state_dict(self) -> dict[str, Any]:
         """What was gathered so far."""
-        return {"total": self.total, "examples": self.examples}
+        return {"total": self.total, "examples": float(self.examples)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` gave."""
         self.total = None if state["total"] is None else state["total"].clone()
         self.examples = float(state["examples"])
         self.settle()
+
+
+def _mean_square(delta: Tensor, groups: int, channels_at: int) -> Tensor:
+    """The sum of squares of the outputs of each group over their number, (groups, 1, 1)."""
+    dtype = accumulation_dtype(delta.dtype)
+    if groups == 1:  # one pass over memory, however it is laid out
+        norms = torch.linalg.vector_norm(delta, dtype=dtype).view(1, 1, 1)
+    else:
+        norms = torch.linalg.vector_norm(_rows(delta, groups, channels_at), dim=(1, 2), keepdim=True, dtype=dtype)
+    squares: Tensor = norms.square()
+    return squares * (groups / delta.shape[channels_at])
+
+
+def _second_moment(delta: Tensor, groups: int, channels_at: int) -> Tensor:
+    """delta^T delta of each group, (groups, out, out)."""
+    with full_precision(delta):
+        rows = _rows(delta, groups, channels_at).to(accumulation_dtype(delta.dtype))
+        return rows.mT @ rows
+
+
+def _rows(delta: Tensor, groups: int, channels_at: int) -> Tensor:
+    """Gradients as (groups, rows, out)."""
+    rows = torch.movedim(delta, channels_at, -1)
+    return rows.reshape(-1, groups, rows.shape[-1] // groups).transpose(0, 1)
 
 
 def precondition(gradient: Tensor, Q: Tensor) -> Tensor:

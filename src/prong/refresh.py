@@ -126,13 +126,15 @@ def whitenings_of(
 
 
 BATCHED = 128  # inputs, up to which factorisations on the CPU are batched
-Request = tuple[Moments, float, Basis | None, bool, float]  # the arguments of `whiten`
+Request = tuple[Moments, float, Basis | None, bool, float, int]  # the arguments of `whiten`
 
 
 def _request(place: tuple[WhitenedLayer, Site], moments: Moments, eps: float) -> Request:
     layer, site = place
     basis = layer.basis if isinstance(layer, Explicit) else None
-    return moments, eps, basis, layer.centred(site), layer.cutoff
+    last = site.whitening
+    expected = last.P.shape[-1] if last is not None and last.P is not None and last.tail else 0
+    return moments, eps, basis, layer.centred(site), layer.cutoff, expected
 
 
 def _whiten_batched(requests: Iterable[Request]) -> dict[Request, Whitening]:
@@ -142,10 +144,10 @@ def _whiten_batched(requests: Iterable[Request]) -> dict[Request, Whitening]:
         mean = request[0].mean
         if mean.device.type == "cpu" and mean.shape[1] > BATCHED:
             continue  # there large ones are factorised one by one anyway, and together take more memory
-        alike.setdefault((mean.shape[1], mean.dtype, mean.device, *request[1:]), []).append(request)
+        alike.setdefault((mean.shape[1], mean.dtype, mean.device, *request[1:5]), []).append(request)
     known: dict[Request, Whitening] = {}
     for group in alike.values():
-        together = whiten_together([request[0] for request in group], *group[0][1:])
+        together = whiten_together([request[0] for request in group], *group[0][1:5])
         known |= dict(zip(group, together or [], strict=False))
     return known
 

@@ -149,7 +149,7 @@ class Refresher:
         if self.gradients is not None:
             self.gradients.detach()
         for layer, site in self.sites.values():
-            site.inputs = site.spread = site.outputs = site.drift = None
+            site.inputs = site.spread = site.outputs = site.drift = site.gain = None
             site.fixed_bias = False
             layer.owner = None
         self._watch_forwards()

@@ -81,7 +81,12 @@ def check_cutoff(cutoff: float) -> None:
 
 
 def whiten(
-    moments: Moments, eps: float, basis: Basis | None = None, centred: bool = True, cutoff: float = 0.0
+    moments: Moments,
+    eps: float,
+    basis: Basis | None = None,
+    centred: bool = True,
+    cutoff: float = 0.0,
+    expected: int = 0,
 ) -> Whitening:
     """The whitening of inputs with these moments: U and U^-1 in a basis, or P alone when `basis` is None.
 
@@ -94,8 +99,10 @@ def whiten(
 
     and every inverse comes from the same factorisation. With a `cutoff`, P is that of a Sigma in which variances below
     `cutoff * eps` are zero, and thin, where that halves the work of using it; no gain grows by much more than
-    `1 + cutoff` times. On failure the ladder is climbed: the moments' own
-    precision, then float64, then ten and a hundred times the damping (`Whitening.eps` tells).
+    `1 + cutoff` times. The number of directions that are `expected` to remain makes finding them faster.
+
+    On failure the ladder is climbed: the moments' own precision, then float64, then ten and a hundred times the
+    damping (`Whitening.eps` tells).
 
     Raises:
         ValueError: fewer than two rows, or eps not positive.
@@ -115,7 +122,7 @@ def whiten(
     if not torch.isfinite(X).all():
         raise FloatingPointError("the second moments are not finite: the inputs are too large to square")
     if cutoff > 0 and basis is None:
-        Q = _leading(X.mT @ X if thin else X, eps, cutoff)
+        Q = _leading(X.mT @ X if thin else X, eps, cutoff, expected)
         if Q is not None:
             return Whitening(moments.mean.clone() if centred else None, eps, P=Q, tail=1 / eps)
     dense, low_rank = FACTORISATIONS[basis]
@@ -212,14 +219,14 @@ def times_inverse(X: Tensor, P: Tensor, tail: float = 0.0) -> Tensor:
         return tail * X - torch.bmm(torch.bmm(low, P), P.mT).to(X.dtype)
 
 
-def _leading(Sigma: Tensor, eps: float, cutoff: float) -> Tensor | None:
+def _leading(Sigma: Tensor, eps: float, cutoff: float, expected: int) -> Tensor | None:
     """The thin Q of (Sigma_k + eps I)^-1 = I / eps - Q Q^T, if rank k is small enough to be worth it.
 
     With `Sigma_k = E diag(lam) E^T` of variances above `cutoff * eps`, Q = E diag(lam / (eps (lam + eps)))^1/2.
     """
     with full_precision(Sigma):
         try:
-            found = leading_directions(Sigma, cutoff * eps, at_most=Sigma.shape[-1] // 4)
+            found = leading_directions(Sigma, cutoff * eps, Sigma.shape[-1] // 4, expected)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             return None
         if found is None:

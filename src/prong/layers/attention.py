@@ -152,7 +152,7 @@ class ImplicitMultiheadAttention(Implicit, AttentionKind, nn.MultiheadAttention)
         weight, bias = self.pair(site)
         W, b = site.part(weight), site.part(bias)
         assert W is not None
-        return natural(Linear(site.layout), h, W, b, w.P, w.c, w.tail, self.switch)
+        return natural(Linear(site.layout), h, W, b, w.P, w.c, self.gain(site), w.tail, self.switch)
 
 
 class ExplicitMultiheadAttention(Explicit, AttentionKind, nn.MultiheadAttention):

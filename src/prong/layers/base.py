@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from prong.drift import Drift, whitened_rows
-from prong.gradients import OutputGradients
+from prong.gradients import Gain, OutputGradients
 from prong.layers.layout import Layout
 from prong.layers.natural import Operation, Switch, in_transform, natural, naturalize
 from prong.precision import full_precision
@@ -63,6 +63,7 @@ class Site:
         spread: where the mean square of the whitened inputs is gathered, for PRONG+.
         outputs: where gradients with respect to the outputs are gathered, for gradient whitening.
         drift: where changes of the inputs since the last refresh are watched, with an automatic period.
+        gain: what backward passes multiply steps by, with `balance` in the implicit form.
         fixed_bias: whether the optimizer does not hold the bias, so that nothing can absorb a mean.
         label: the full name, for messages.
         training_only: whether forwards in eval mode are left out of the statistics.
@@ -78,6 +79,7 @@ class Site:
     spread: MeanSquare | None = None
     outputs: OutputGradients | None = None
     drift: Drift | None = None
+    gain: Gain | None = None
     fixed_bias: bool = False
     label: str = ""
     training_only: bool = True
@@ -240,7 +242,7 @@ class WhitenedLayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy trains on its own: open windows and the optimizer stay with the original.
-        bare = {"inputs": None, "spread": None, "outputs": None, "drift": None}
+        bare = {"inputs": None, "spread": None, "outputs": None, "drift": None, "gain": None}
         sites = tuple(Site(**{**vars(site), **bare}) for site in self.sites)
         return {**self.__dict__, "sites": sites, "switch": Switch(), "owner": None}
 
@@ -258,17 +260,21 @@ class Implicit(WhitenedLayer):
             return W, b
         w = site.whitening
         assert w is not None and w.P is not None
-        return naturalize(W, b, w.P, w.c, w.tail, site.layout, self.switch)
+        return naturalize(W, b, w.P, w.c, self.gain(site), w.tail, site.layout, self.switch)
 
     def naturally(self, site: Site) -> bool:
         """Whether gradients are asked for, and are to be natural."""
         return site.whitening is not None and not self.switch.ordinary and torch.is_grad_enabled()
 
+    def gain(self, site: Site) -> Gain | None:
+        """What steps are multiplied by in the backward pass; where that cannot be done, it is done before the step."""
+        return None if torch.compiler.is_compiling() or in_transform() else site.gain
+
     def natural(self, site: Site, operation: Operation, h: Tensor) -> Tensor:
         """The operation with the site's whole weight and bias, and natural gradients by way of activation space."""
         w = site.whitening
         assert w is not None and w.P is not None
-        return natural(operation, h, *self.pair(site), w.P, w.c, w.tail, self.switch)
+        return natural(operation, h, *self.pair(site), w.P, w.c, self.gain(site), w.tail, self.switch)
 
 
 TRAINED_NAME = {"weight": "V", "bias": "d"}

@@ -4,6 +4,8 @@ Two orders of multiplication give the same result; the cheaper is chosen by shap
 
     activation space    nW = delta^T ((h - c) P)           costs  positions x in^2
     gradient space      nW = (delta^T h - gb c^T) P        costs  out x taps x in^2
+
+A `Gain`, where there is one, multiplies the steps of each group on top: `balance`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prong.gradients import Gain
 from prong.layers.layout import Layout
 from prong.precision import full_precision
 from prong.projection import against, natural_gradient
@@ -43,8 +46,8 @@ class Operation(Protocol):
     def __call__(self, h: Tensor, W: Tensor, b: Tensor | None) -> Tensor:
         """The output."""
 
-    def whitened(self, h: Tensor, P: Tensor, c: Tensor | None, tail: float) -> Tensor:
-        """(h - c) P, as `weight_gradient` takes it; see `times_inverse` for P and tail."""
+    def whitened(self, h: Tensor, P: Tensor, c: Tensor | None, tail: float, gain: Tensor | None) -> Tensor:
+        """What `weight_gradient` takes, gain (h - c) P; see `times_inverse` for P and tail."""
 
     def input_gradient(self, delta: Tensor, h: Tensor, W: Tensor) -> Tensor:
         """The gradient of h, from that of the output."""
@@ -55,8 +58,8 @@ class Operation(Protocol):
     def bias_gradient(self, delta: Tensor) -> Tensor:
         """The gradient of b, from that of the output."""
 
-    def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor) -> Tensor:
-        """The natural gradient of b, gb - nW c, for whitened inputs x."""
+    def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor, gain: Tensor | None) -> Tensor:
+        """The natural gradient of b, gain gb - nW c, for whitened inputs x."""
 
     def broadcast(self, b: Tensor) -> Tensor:
         """A bias, shaped so that it can be added to the output."""
@@ -71,9 +74,8 @@ class Linear:
     def __call__(self, h: Tensor, W: Tensor, b: Tensor | None) -> Tensor:  # noqa: D102
         return F.linear(h, W, b)
 
-    def whitened(self, h: Tensor, P: Tensor, c: Tensor | None, tail: float) -> Tensor:  # noqa: D102
-        rows = h.reshape(1, -1, h.shape[-1])
-        return times_inverse(rows if c is None else rows - c, P, tail)[0]
+    def whitened(self, h: Tensor, P: Tensor, c: Tensor | None, tail: float, gain: Tensor | None) -> Tensor:  # noqa: D102
+        return _whitened_rows(h.reshape(1, -1, h.shape[-1]), P, c, tail, gain)[0]
 
     def input_gradient(self, delta: Tensor, h: Tensor, W: Tensor) -> Tensor:  # noqa: D102
         return delta @ W
@@ -84,8 +86,9 @@ class Linear:
     def bias_gradient(self, delta: Tensor) -> Tensor:  # noqa: D102
         return delta.reshape(-1, delta.shape[-1]).sum(0)
 
-    def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor) -> Tensor:  # noqa: D102
-        return delta.reshape(-1, delta.shape[-1]).mT @ (1 - x @ c[0])  # reads activations, not the larger nW
+    def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor, gain: Tensor | None) -> Tensor:  # noqa: D102
+        one = 1.0 if gain is None else gain.to(x).view(())
+        return delta.reshape(-1, delta.shape[-1]).mT @ (one - x @ c[0])  # reads activations, not the larger nW
 
     def broadcast(self, b: Tensor) -> Tensor:  # noqa: D102
         return b
@@ -115,9 +118,8 @@ class Convolution:
             z = convolve(h, W, b, self.stride, self.padding, self.dilation, groups)
         return z
 
-    def whitened(self, h: Tensor, P: Tensor, c: Tensor | None, tail: float) -> Tensor:  # noqa: D102
-        rows = self.layout.rows(h, 1)
-        x = times_inverse(rows if c is None else rows - c.unsqueeze(1), P, tail)
+    def whitened(self, h: Tensor, P: Tensor, c: Tensor | None, tail: float, gain: Tensor | None) -> Tensor:  # noqa: D102
+        x = _whitened_rows(self.layout.rows(h, 1), P, c, tail, gain)
         return x.transpose(0, 1).reshape(h.shape[0], *h.shape[2:], h.shape[1]).movedim(-1, 1)
 
     def input_gradient(self, delta: Tensor, h: Tensor, W: Tensor) -> Tensor:  # noqa: D102
@@ -129,8 +131,8 @@ class Convolution:
     def bias_gradient(self, delta: Tensor) -> Tensor:  # noqa: D102
         return delta.transpose(0, 1).flatten(1).sum(1)
 
-    def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor) -> Tensor:  # noqa: D102
-        return self.bias_gradient(delta) - against(self.layout.pack(nW), c).reshape(-1)
+    def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor, gain: Tensor | None) -> Tensor:  # noqa: D102
+        return _scaled(self.bias_gradient(delta), self.layout, gain) - against(self.layout.pack(nW), c).reshape(-1)
 
     def broadcast(self, b: Tensor) -> Tensor:  # noqa: D102
         return b.reshape(-1, *(1,) * len(self.stride))
@@ -152,6 +154,17 @@ class Convolution:
         )
         gradient: Tensor = gradients[which]
         return gradient
+
+
+def _whitened_rows(rows: Tensor, P: Tensor, c: Tensor | None, tail: float, gain: Tensor | None) -> Tensor:
+    """The product gain (rows - c) P for rows (groups, n, in)."""
+    x = times_inverse(rows if c is None else rows - c.unsqueeze(1), P, tail)
+    return x if gain is None else x.mul_(gain.to(x))
+
+
+def _scaled(gb: Tensor, layout: Layout, gain: Tensor | None) -> Tensor:
+    """A bias gradient (out,), times the gain of its group."""
+    return gb if gain is None else (layout.pack_bias(gb) * gain.to(gb).squeeze(-1)).reshape(-1)
 
 
 class _Function(torch.autograd.Function):
@@ -179,13 +192,20 @@ class _Naturalize(_Function):
 
     @staticmethod
     def forward(
-        W: Tensor, b: Tensor | None, P: Tensor, c: Tensor | None, tail: float, layout: Layout, switch: Switch
+        W: Tensor,
+        b: Tensor | None,
+        P: Tensor,
+        c: Tensor | None,
+        gain: Gain | None,
+        tail: float,
+        layout: Layout,
+        switch: Switch,
     ) -> Any:
         return W.view_as(W) if b is None else (W.view_as(W), b.view_as(b))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        W, b, P, c, ctx.tail, ctx.layout, ctx.switch = inputs
+        W, b, P, c, ctx.gain, ctx.tail, ctx.layout, ctx.switch = inputs
         ctx.outputs = None if b is None else b.shape[0]
         ctx.save_for_backward(P, c)
         ctx.save_for_forward(W, b)
@@ -195,16 +215,24 @@ class _Naturalize(_Function):
     def backward(ctx: Any, gW: Tensor | None, gb: Tensor | None = None) -> Any:
         P, c = ctx.saved_tensors
         layout: Layout = ctx.layout
+        nothing = (None,) * 6
         if gW is None and gb is not None:
             gW = gb.new_zeros(layout.shape)
         if gb is None and gW is not None and ctx.outputs is not None:
             gb = gW.new_zeros(ctx.outputs)
-        if gW is None or not ctx.needs_input_grad[0] or ctx.switch.ordinary:
-            # With W frozen, only d moves, and its gradient is b's.
-            return gW, gb, None, None, None, None, None
+        if gW is None or ctx.switch.ordinary:
+            return gW, gb, *nothing
+        gain = None if ctx.gain is None else ctx.gain.take()
+        if gb is not None:
+            gb = _scaled(gb, layout, gain)
+        if not ctx.needs_input_grad[0]:
+            return gW, gb, *nothing  # only d moves, and its gradient is b's
+        packed = layout.pack(gW)
+        if gain is not None:
+            packed = packed * gain.to(gW).unsqueeze(-1)
         bias = layout.pack_bias(gb) if gb is not None and ctx.needs_input_grad[1] else None
-        nW, nb = natural_gradient(layout.pack(gW), bias, P, c, ctx.tail)
-        return layout.unpack(nW), None if nb is None else nb.reshape(-1), None, None, None, None, None
+        nW, nb = natural_gradient(packed, bias, P, c, ctx.tail)
+        return layout.unpack(nW), None if nb is None else nb.reshape(-1), *nothing
 
 
 class _NaturalizeForwardMode(_Naturalize):
@@ -222,13 +250,20 @@ class _NaturalizeForwardMode(_Naturalize):
 
 
 def naturalize(
-    W: Tensor, b: Tensor | None, P: Tensor, c: Tensor | None, tail: float, layout: Layout, switch: Switch
+    W: Tensor,
+    b: Tensor | None,
+    P: Tensor,
+    c: Tensor | None,
+    gain: Gain | None,
+    tail: float,
+    layout: Layout,
+    switch: Switch,
 ) -> tuple[Tensor, Tensor | None]:
     """(W, b) unchanged, with gradients that become natural on their way back."""
     function = _Naturalize if torch.compiler.is_compiling() else _NaturalizeForwardMode
     if b is None:
-        return function.call(W, None, P, None, tail, layout, switch), None
-    return function.call(W, b, P, c, tail, layout, switch)  # type: ignore[no-any-return]
+        return function.call(W, None, P, None, gain, tail, layout, switch), None
+    return function.call(W, b, P, c, gain, tail, layout, switch)  # type: ignore[no-any-return]
 
 
 class _Natural(_Function):
@@ -246,6 +281,7 @@ class _Natural(_Function):
         b: Tensor | None,
         P: Tensor,
         c: Tensor | None,
+        gain: Gain | None,
         tail: float,
         operation: Operation,
         switch: Switch,
@@ -254,7 +290,7 @@ class _Natural(_Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        h, W, b, P, c, ctx.tail, ctx.operation, ctx.switch = inputs
+        h, W, b, P, c, ctx.gain, ctx.tail, ctx.operation, ctx.switch = inputs
         ctx.save_for_backward(h, W, b, P, c)
         ctx.save_for_forward(h, W)
 
@@ -265,20 +301,22 @@ class _Natural(_Function):
         need_h, need_W, need_b = ctx.needs_input_grad[:3]
         gh = nW = nb = None
         if torch.is_grad_enabled():  # differentiated twice, W receives gradients from here, which must be natural too
-            W, _ = naturalize(W, b, P, c, ctx.tail, operation.layout, ctx.switch)
+            W, _ = naturalize(W, b, P, c, ctx.gain, ctx.tail, operation.layout, ctx.switch)
         if need_h:
             gh = operation.input_gradient(delta, h.to(delta.dtype), W.to(delta.dtype)).to(h.dtype)
         with full_precision(W):
             delta, h = delta.to(W.dtype), h.to(W.dtype)
-            if not need_W or ctx.switch.ordinary:
-                nW = operation.weight_gradient(delta, h, W) if need_W else None
-                nb = operation.bias_gradient(delta) if need_b else None
-            else:
-                x = operation.whitened(h, P, c if need_b else None, ctx.tail)
+            gain = None if ctx.gain is None or ctx.switch.ordinary else ctx.gain.take()
+            if need_W and not ctx.switch.ordinary:
+                x = operation.whitened(h, P, c if need_b else None, ctx.tail, gain)
                 nW = operation.weight_gradient(delta, x, W)
-                if need_b:
-                    nb = operation.bias_gradient(delta) if c is None else operation.natural_bias(delta, x, nW, c)
-        return gh, nW, nb, None, None, None, None, None
+                if need_b and c is not None:
+                    nb = operation.natural_bias(delta, x, nW, c, gain)
+            elif need_W:
+                nW = operation.weight_gradient(delta, h, W)
+            if need_b and nb is None:
+                nb = _scaled(operation.bias_gradient(delta), operation.layout, gain)
+        return gh, nW, nb, None, None, None, None, None, None
 
 
 class _NaturalForwardMode(_Natural):
@@ -312,9 +350,10 @@ def natural(
     b: Tensor | None,
     P: Tensor,
     c: Tensor | None,
+    gain: Gain | None,
     tail: float,
     switch: Switch,
 ) -> Tensor:
     """`operation(h, W, b)` with natural gradients, computed in activation space."""
     function = _Natural if torch.compiler.is_compiling() else _NaturalForwardMode
-    return function.call(h, W, b, P, c, tail, operation, switch)  # type: ignore[no-any-return]
+    return function.call(h, W, b, P, c, gain, tail, operation, switch)  # type: ignore[no-any-return]

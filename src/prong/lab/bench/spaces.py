@@ -82,8 +82,8 @@ def _blocks(operation: Operation, h: Tensor, rank: float) -> dict[str, Callable[
     delta = torch.randn_like(operation(h, W, b).detach())
     switch = Switch()
     ways: dict[str, Callable[[], Tensor]] = {
-        ACTIVATION: lambda: natural(operation, h, W, b, P, c, tail, switch),
-        GRADIENT: lambda: operation(h, *naturalize(W, b, P, c, tail, layout, switch)),
+        ACTIVATION: lambda: natural(operation, h, W, b, P, c, None, tail, switch),
+        GRADIENT: lambda: operation(h, *naturalize(W, b, P, c, None, tail, layout, switch)),
     }
 
     def block(way: Callable[[], Tensor]) -> Callable[[], None]:
