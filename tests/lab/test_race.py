@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,13 +216,32 @@ def test_the_value_of_a_trial(
     rows: list[float], failure: str | None, value: float, reached: bool, stopped: bool
 ) -> None:
     trained = Run([Row(25 * n, 0.1 * n, error, error) for n, error in enumerate(rows)], failure)
-    trial = judged(SETTINGS, trained, target=7.0, cap=1000, stopped=True)
+    trial = judged(SETTINGS, trained, target=7.0, cap=1000)
     assert (trial.settings, trial.value, trial.failure) == (SETTINGS, pytest.approx(value), failure)
     assert trial.details["reached"] == reached and trial.details["stopped"] == stopped
     if rows:
         assert trial.details["error"] == rows[-1] and trial.details["updates"] == 25 * (len(rows) - 1)
-    at_cap = judged(SETTINGS, trained, target=7.0, cap=1000, stopped=False)
-    assert not at_cap.details["stopped"] and at_cap.value == trial.value
+    if rows and not reached:
+        assert not judged(SETTINGS, trained, target=7.0, cap=25 * (len(rows) - 1)).details["stopped"], "at the cap"
+
+
+def test_a_trial_behind_the_best_at_the_hurdle_is_given_up(folder: Path) -> None:
+    problem, contestant = Problem(tiny_autoencoder, folder), Contestant("SGD", "standard")
+    rules = replace(RULES, target=0.001)
+    trial = partial(time_trial, problem, contestant, rules, 40, {"lr": 1e-4})
+    whole = trial(None)
+    at = rules.hurdle_at(40)
+    assert rules.every <= at < 40 and at % rules.every == 0
+    assert whole.details["updates"] == 40 and whole.details["hurdle_error"] is not None
+
+    def after(hurdle_error: float) -> Trial:
+        return trial(replace(whole, details={**whole.details, "hurdle_error": hurdle_error}))
+
+    level = after(whole.details["hurdle_error"])
+    assert level.details["updates"] == 40 and level.value == whole.value, "not behind"
+    behind = after(whole.details["hurdle_error"] - 1e-6)
+    assert behind.details["updates"] == at and behind.details["stopped"] and behind.failure is None
+    assert behind.value > whole.value
 
 
 def test_a_trial_that_diverges_is_recorded_and_not_dropped(folder: Path) -> None:

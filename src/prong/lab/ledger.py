@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -85,24 +85,31 @@ def seeded_run(problem: Problem, contestant: Contestant, settings: Settings, pla
 def time_trial(
     problem: Problem, contestant: Contestant, rules: Rules, cap: int, settings: Settings, best: Trial | None
 ) -> Trial:
-    """A run to the target. It is stopped where it has made as many updates as the best so far needed: it cannot win."""
-    limit = cap
+    """A run to the target, given up early where it is not going to win.
+
+    That is when it has made as many updates as the best so far needed, or when it is behind the best at the hurdle.
+    """
+    limit, hurdle, at = cap, None, rules.hurdle_at(cap)
     if best is not None and best.details["reached"]:
         limit = max(rules.every, int(best.value))
-    run = problem.run(contestant, settings, rules.plan(limit, TUNING_SEED, rules.target))
-    return judged(settings, run, rules.target, cap, stopped=limit < cap)
+    if best is not None and best.details["hurdle_error"] is not None:
+        hurdle = at, best.details["hurdle_error"]
+    run = problem.run(contestant, settings, rules.plan(limit, TUNING_SEED, rules.target, hurdle))
+    trial = judged(settings, run, rules.target, cap)
+    passed = next((row.train_error for row in run.rows if row.update == at), None)
+    return replace(trial, details={**trial.details, "hurdle_error": passed})
 
 
-def judged(settings: Settings, run: Run, target: float, cap: int, stopped: bool) -> Trial:
+def judged(settings: Settings, run: Run, target: float, cap: int) -> Trial:
     """A trial's value: updates to the target, or `cap (1 + error / target)` with the last error where that was missed.
 
-    A run that diverged counts with its first error. `stopped` tells that a run that missed had less than the cap.
+    A run that diverged counts with its first error.
     """
     row = run.reaching(target)
     last = run.rows[-1] if run.rows else None
     details = {
         "reached": row is not None,
-        "stopped": stopped and row is None and run.failure is None,
+        "stopped": row is None and run.failure is None and last is not None and last.update < cap,
         "updates": last and last.update,
         "error": last and last.train_error,
         "seconds": last and last.seconds,

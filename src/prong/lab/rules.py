@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -18,7 +19,11 @@ TUNING_SEED = 1
 
 @dataclass(frozen=True)
 class Rules:
-    """What everybody has to keep to; `race` says what each means, and training.Plan the last three."""
+    """What everybody has to keep to; `race` says what each means, and training.Plan the last but one.
+
+    Attributes:
+        hurdle: the part of the cap after which a trial that is behind the best one at that point is given up.
+    """
 
     methods: tuple[str, ...]
     initialisations: tuple[Initialisation, ...]
@@ -30,8 +35,9 @@ class Rules:
     every: int
     repetitions: int
     batch: int = 128
-    evaluated: int = 2000
+    evaluated: int = 1000
     warm_up: int = 50
+    hurdle: float = 1 / 3
 
     def contestants(self) -> dict[str, Contestant]:
         """By name."""
@@ -42,10 +48,15 @@ class Rules:
         """How many fit under the cap, in whole evaluations."""
         return self.every * max(1, int(1000 * self.cap / pace.milliseconds / self.every))
 
-    def plan(self, updates: int, seed: int, until: float) -> Plan:
+    def hurdle_at(self, cap: int) -> int:
+        """The update of the evaluation that decides whether a trial goes on."""
+        return self.every * math.ceil(self.hurdle * cap / self.every)
+
+    def plan(self, updates: int, seed: int, until: float, hurdle: tuple[int, float] | None = None) -> Plan:
         """Warm-up, then a constant rate; an error after every so many updates."""
         evaluations = updates // self.every
-        return Plan(updates, seed, self.batch, self.warm_up, evaluations, self.evaluated, decay=False, until=until)
+        plan = Plan(updates, seed, self.batch, self.warm_up, evaluations, self.evaluated, decay=False, until=until)
+        return replace(plan, hurdle=hurdle)
 
     def config(self, problem: Problem) -> dict[str, Any]:
         """All that a record must agree on to be gone on with."""

@@ -32,6 +32,7 @@ class Plan:
         evaluated: on how many examples of each set, spread evenly over it.
         decay: whether the learning rate falls to zero over the last half of all updates, or stays.
         until: training ends where the training error is measured to be no larger than this.
+        hurdle: an update and a training error; training ends there if the error measured is larger.
     """
 
     updates: int
@@ -42,6 +43,12 @@ class Plan:
     evaluated: int = 2000
     decay: bool = True
     until: float = 0.0
+    hurdle: tuple[int, float] | None = None
+
+    def ends(self, row: Row) -> bool:
+        """Whether nothing comes after what was measured."""
+        failed = self.hurdle is not None and row.update == self.hurdle[0] and row.train_error > self.hurdle[1]
+        return row.update >= self.updates or row.train_error <= self.until or failed
 
     def rate(self, update: int) -> float:
         """The factor on the learning rate, for update 0, 1, ...: warm-up, constant, linear decay if there is one."""
@@ -144,7 +151,7 @@ def train(
     update = 0
     try:
         rows.append(measure(update, seconds))
-        while update < plan.updates and rows[-1].train_error > plan.until:
+        while not plan.ends(rows[-1]):
             update += 1
             start = perf_counter()
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
