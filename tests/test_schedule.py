@@ -70,7 +70,7 @@ def test_windows_are_open_only_when_needed():
         is_open.append(model[0].sites[0].inputs is not None)
         run(model, optimizer, [pair])
     assert is_open == [True] * 4 + [False, False, True, True] + [False] * 6 + [True] * 2
-    assert optimizer.refresher._rates["0"] == 16
+    assert optimizer.refresher.windows.updates("0", 160) == 10
 
 
 def test_where_refreshes_are_closer_than_a_window_older_samples_fade():

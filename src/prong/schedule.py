@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from collections.abc import Iterable
@@ -12,14 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from prong.background import Background
 from prong.checkpoint import check_site_state, restore_site, site_state
 from prong.compatibility import check_optimizer
 from prong.drift import EVERY, TOLERANCE, Drift
 from prong.estimation import as_batches, estimate
-from prong.failures import OnFailure
 from prong.gradient_whitening import GradientWhitening
 from prong.injection import check_count, check_model
 from prong.layers import Explicit, WhitenedLayer
@@ -29,6 +26,7 @@ from prong.refresh import OnRefresh, assign_, check_between_updates, require_whi
 from prong.statistics import MeanSquare, Moments
 from prong.transport import transports_of, warn_unknown
 from prong.whitening import Whitening, check_eps
+from prong.windows import Windows
 
 Source = Literal["window", "ema"] | Iterable[Any]
 Period = int | Literal["auto"]
@@ -98,10 +96,8 @@ class Refresher:
         self.source, self.lag, self.on_refresh, self.plus = source, lag, on_refresh, plus
         self.gradients = gradients
         self.updates = 0
-        self._window_start = dict.fromkeys(self.sites, 0)
-        self._rates: dict[str, float] = {}  # examples per update, learnt from the last window
+        self.windows = Windows(model, self.sites, self)
         self._drifted: set[str] = set()
-        self._failures: RemovableHandle | None = None
         self._pending: Background[dict[str, Whitening]] = Background()
         if transports_of(optimizer) is None and on_refresh == "transport":
             warn_unknown(optimizer)
@@ -152,16 +148,15 @@ class Refresher:
             site.inputs = site.spread = site.outputs = site.drift = site.gain = None
             site.fixed_bias = False
             layer.owner = None
-        self._watch_forwards()
+        self.windows.watch_forwards()
         self._pending.drop()
 
     def undo(self) -> None:
         """Take back what was gathered since the last update: a forward has failed."""
         if not all(site.training_only for _, site in self.sites.values()):
             return  # statistics that somebody else gathers; our windows are put aside
+        self.windows.undo()
         for _, site in self.sites.values():
-            if site.inputs is not None:
-                site.inputs.undo()
             if site.spread is not None:
                 site.spread.take()
         if self.gradients is not None:
@@ -187,8 +182,7 @@ class Refresher:
             "updates": self.updates,
             "settings": {name: getattr(self, name) for name in SETTINGS},
             "layers": {name: site_state(layer, site) for name, (layer, site) in self.sites.items()},
-            "window_start": dict(self._window_start),
-            "rates": dict(self._rates),
+            "windows": self.windows.state_dict(),
             "drifted": sorted(self._drifted),
             "drift": {
                 name: site.drift.state_dict() for name, (_, site) in self.sites.items() if site.drift is not None
@@ -208,7 +202,7 @@ class Refresher:
             restore_site(layer, site, state["layers"][name])
         self.updates = int(state["updates"])
         vars(self).update(state["settings"])
-        self._window_start, self._rates = dict(state["window_start"]), dict(state["rates"])
+        self.windows.load_state_dict(state["windows"])
         self._drifted = set(state["drifted"])
         for name, (layer, site) in self.sites.items():
             drift, device = state["drift"].get(name), layer.pair(site)[0].device
@@ -219,7 +213,6 @@ class Refresher:
         if state["pending"] is not None:
             held = {name: Whitening(**w) for name, w in state["pending"]["whitenings"].items()}
             self._pending.put(held, int(state["pending"]["due"]))
-        self._watch_forwards()
         if self.gradients is not None:
             self.gradients.load_state_dict(state["gradients"])
 
@@ -260,9 +253,7 @@ class Refresher:
         found_inf = getattr(self.optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf) > 0:  # a fused step that GradScaler skipped
             return
-        for _, site in self.sites.values():
-            if site.inputs is not None:
-                site.inputs.settle()
+        self.windows.settle()
         if self.gradients is not None:
             self.gradients.settle()
         scheduled = self.next_refresh() == self.updates + 1
@@ -284,8 +275,8 @@ class Refresher:
             return list(self.sites) if scheduled else []
         windows = isinstance(self.source, str)
         due = []
-        for name, (_, site) in self.sites.items():
-            full = not windows or (site.inputs is not None and site.inputs.examples >= self.samples)
+        for name in self.sites:
+            full = not windows or self.windows.full(name, self.samples)
             first = windows and self.updates <= self._first_updates(name)
             if scheduled if first else name in self._drifted and full:
                 due.append(name)
@@ -293,8 +284,8 @@ class Refresher:
 
     def _first_updates(self, name: str) -> int:
         """With an automatic period: refresh at powers of two up to this update, the first to fill a window."""
-        rate = self._rates.get(name)
-        return sys.maxsize if rate is None else 1 << (math.ceil(self.samples / rate) - 1).bit_length()
+        window = self.windows.updates(name, self.samples)
+        return sys.maxsize if window is None else 1 << (window - 1).bit_length()
 
     def _note_drift(self) -> None:
         """See which layers have drifted, and let them listen when the next measurement is due."""
@@ -320,8 +311,7 @@ class Refresher:
 
     def _refresh_from_windows(self, names: list[str], lag: int) -> None:
         """Refresh those of these sites that saw enough; the windows of the others stay open."""
-        windows = {name: w.moments for name in names if (w := self.sites[name][1].inputs) is not None}
-        ready = {name: moments for name, moments in windows.items() if moments.count >= 2}
+        ready = {name: moments for name, moments in self.windows.moments(names).items() if moments.count >= 2}
         if not ready:
             warnings.warn(
                 "no whitened layer saw two samples before a refresh was due; whitening stays as it is. "
@@ -356,53 +346,37 @@ class Refresher:
 
     def _close_windows(self, names: Iterable[str]) -> None:
         """Begin the next windows: empty, or with what is still recent where the next one overlaps this one."""
+        self.windows.measure(names, self.updates)
         for name in names:
-            _, site = self.sites[name]
             if self.gradients is not None:
                 self.gradients.close(name)
-            length = self.updates - self._window_start[name]
-            if length > 0 and site.inputs is not None and site.inputs.examples > 0:
-                self._rates[name] = site.inputs.examples / length
-        for name in names:
-            _, site = self.sites[name]
             if self.source == "window" and not self._window_is_due(name):
-                site.inputs = None
-            elif site.inputs is not None:
-                site.inputs.forget(self.samples)
-            self._window_start[name] = self.updates
+                self.windows.close(name)
+            else:
+                self.windows.fade(name, self.samples)
 
     def _window_is_due(self, name: str) -> bool:
         """Whether a window of `samples` examples that ends at the next refresh has begun."""
-        rate = self._rates.get(name)
-        if rate is None:
+        window = self.windows.updates(name, self.samples)
+        if window is None:
             return True
         if self.period == "auto" and self.updates >= self._first_updates(name):
             return name in self._drifted
         coming = self.next_refresh()
         assert coming is not None
-        return math.ceil(self.samples / rate) >= coming - self.updates
+        return window >= coming - self.updates
 
     def _open_windows(self) -> None:
         for name, (layer, site) in self.sites.items():
             if not layer.pair(site)[0].requires_grad:
                 continue  # nothing would use the whitening of a frozen layer
             if site.inputs is None and (self.source == "ema" or self._window_is_due(name)):
-                site.inputs = site.new_window(layer.pair(site)[0])
-                self._window_start[name] = self.updates
+                self.windows.open(name, self.updates)
             if site.inputs is not None and self.gradients is not None:
                 self.gradients.open(name)
-            if site.inputs is not None and self.source == "ema":
-                site.inputs.forget(self.samples)
-        self._watch_forwards()
-
-    def _watch_forwards(self) -> None:
-        """While windows are open, have failures of whole forwards noticed; else leave the model without a hook."""
-        gathering = any(site.inputs is not None for _, site in self.sites.values())
-        if gathering and self._failures is None:
-            self._failures = self.model.register_forward_hook(OnFailure(self), always_call=True)
-        elif not gathering and self._failures is not None:
-            self._failures.remove()
-            self._failures = None
+            if self.source == "ema":
+                self.windows.fade(name, self.samples)
+        self.windows.watch_forwards()
 
 
 def _identity(groups: int, features: int, like: Tensor) -> Whitening:
