@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from io import StringIO
@@ -15,7 +16,7 @@ import torch
 from matplotlib.image import imread
 from rich.console import Console
 
-from prong.lab.bench import document, refresh, scaling, spaces, step_cost
+from prong.lab.bench import compiled, document, options, refresh, scaling, spaces, step_cost
 from prong.lab.bench.contest import SETTINGS
 from prong.lab.terminal import progress
 from tests.lab.digits import contents, write_files
@@ -25,6 +26,7 @@ COMMANDS = {
     "step-cost": "--tasks autoencoder --batches 16 --methods PRONG Adam --repetitions 2 --samples 64 --block 2",
     "refresh": "--max-width 128 --samples 100 --batch 32 --repetitions 2",
     "spaces": "--width 16 --channels 8 --map-size 4 --repetitions 2",
+    "options": "--options cutoff=1 period=auto --updates 2 --seeds 0",
     "scaling": "--depths 1 2 --widths 8 16 --batches 4 8 --samples 16 --repetitions 2 --block 2",
 }
 
@@ -37,8 +39,8 @@ class Runs:
         write_files(folder / "data", contents(train=160, test=20))
         environment = {**os.environ, "PRONG_DATA": str(folder / "data")}
         self.printed = {}
-        for name, options in COMMANDS.items():
-            command = [sys.executable, "-W", "error", "-m", "prong.lab.cli", "bench", name, *options.split()]
+        for name, given in COMMANDS.items():
+            command = [sys.executable, "-W", "error", "-m", "prong.lab.cli", "bench", name, *given.split()]
             command += ["--json", str(self.results / f"{name}.json")]
             if name in ("refresh", "scaling"):
                 command += ["--plot", str(folder / f"{name}.png")]
@@ -59,7 +61,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def test_a_record_tells_configuration_environment_and_commit(runs: Runs, name: str) -> None:
     record = runs.record(name)
     assert record["bench"] == name
-    assert record["config"]["repetitions"] == 2
+    assert record["config"].get("repetitions", 2) == 2
+    record = {**record, **record.get("sessions", [{}])[-1]}
     assert record["environment"]["torch"] == torch.__version__ and "commit" in record and "prong" in record
     assert str(runs.results / f"{name}.json") in runs.printed[name], "where it is"
     assert "\x1b" not in runs.printed[name], "no colours where there is no terminal"
@@ -115,6 +118,47 @@ def test_scaling_prints_and_records_every_size(runs: Runs) -> None:
     assert imread(runs.results.parent / "scaling.png").ndim == 3
 
 
+def test_options_prints_and_records_every_run(runs: Runs) -> None:
+    record = runs.record("options")
+    assert list(record["runs"]) == ["cutoff=1", "period=auto"]
+    for made in record["runs"].values():
+        (run,) = made.values()
+        assert run["failure"] is None and run["rows"][-1]["update"] == 2 and run["refreshes"] >= 8
+    assert all(word in runs.printed["options"] for word in ("period=auto", "layers refreshed", "After 2 updates"))
+
+
+def test_a_run_of_options_that_was_stopped_goes_on(runs: Runs, tmp_path: Path) -> None:
+    record = runs.record("options")
+    del record["runs"]["period=auto"]["0"]
+    path = tmp_path / "options.json"
+    path.write_text(json.dumps(record))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PRONG_DATA", str(runs.results.parent / "data"))
+        options.main(options=("cutoff=1", "period=auto"), updates=2, seeds=(0,), json=path)
+        after, before = json.loads(path.read_text()), runs.record("options")
+        assert after["runs"]["cutoff=1"] == before["runs"]["cutoff=1"], "not made again"
+        again, first = (r["runs"]["period=auto"]["0"]["rows"] for r in (after, before))
+        assert [row["train_error"] for row in again] == [row["train_error"] for row in first]
+        with pytest.raises(SystemExit, match="another configuration"):
+            options.main(options=("cutoff=1",), updates=3, seeds=(0,), json=path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+def test_compiled_prints_and_records_both_ways(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PRONG_DATA", str(runs.results.parent / "data"))
+    path = tmp_path / "compiled.json"
+    compiled.main(methods=("PRONG",), batch=8, repetitions=2, block=1, json=path)
+    record = json.loads(path.read_text())
+    assert list(record["ms"]) == ["PRONG", "SGD"]
+    assert all(list(ways) == ["eager", "compiled"] for ways in record["ms"].values())
+    assert all(len(values) == 2 and min(values) > 0 for ways in record["ms"].values() for values in ways.values())
+    assert "autoencoder, batch 8: an update with torch.compile" in capsys.readouterr().out
+
+
 def test_exponents_are_those_of_wide_layers_only() -> None:
     milliseconds = {width: [width**3 if width >= 512 else 1e9] for width in (64, 256, 512, 1024, 2048)}
     times = [
@@ -141,7 +185,7 @@ def test_the_page_is_made_from_records_and_a_second_time_nothing_changes(
     assert "| PRONG |" in text and "refresh of a layer" in text and "against its depth" in text
     assert "(refresh.png)" in text and imread(tmp_path / "scaling.png").ndim == 3
     assert runs.record("scaling")["environment"]["torch"] in text
-    assert text.count("Not measured yet") == 1, "the race"
+    assert text.count("Not measured yet") == 2, "the race, and compiled"
     files = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
     assert capsys.readouterr().out.count("written") == 3
     assert documented(runs, tmp_path) == text
@@ -196,6 +240,11 @@ def test_a_page_that_cannot_be_filled_is_an_error_and_stays(runs: Runs, tmp_path
         (step_cost.main, {"tasks": ("mnist",)}, "--tasks knows no 'mnist'. Choose from: autoencoder; cifar10"),
         (step_cost.main, {"methods": ("Sgd",)}, "--methods knows no 'Sgd'. Choose from: PRONG; PRONG, cutoff"),
         (step_cost.main, {"tasks": ("autoencoder",), "batches": (161,)}, "a batch of 161 is more than the data holds"),
+        (options.main, {"updates": 0}, "--updates is at least 1"),
+        (options.main, {"options": ("cutoff=2",)}, "--options knows no 'cutoff=2'"),
+        (options.main, {"seeds": ()}, "--options and --seeds name one or more"),
+        (compiled.main, {"block": 0}, "--block is at least 1"),
+        (compiled.main, {"methods": ("Sgd",)}, "--methods knows no 'Sgd'"),
         (refresh.main, {"max_width": 63}, "--max-width is at least 64, got 63"),
         (refresh.main, {"samples": ()}, "--samples needs a number"),
         (refresh.main, {"samples": (1,)}, "--samples is at least 2"),

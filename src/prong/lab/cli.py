@@ -78,6 +78,19 @@ BENCH = Group(
             "Activation space against gradient space: the backward of one layer in both.",
             ("prong bench spaces --json results/spaces.json", "prong bench spaces --width 256 --repetitions 3"),
         ),
+        "compiled": Command(
+            "prong.lab.bench.compiled:main",
+            "What torch.compile makes of an update.",
+            ("prong bench compiled --json results/compiled.json", "prong bench compiled --methods PRONG --batch 64"),
+        ),
+        "options": Command(
+            "prong.lab.bench.options:main",
+            "What PRONG's options do to learning, one changed at a time.",
+            (
+                "prong bench options --json results/options.json",
+                "prong bench options --options 'as it is' cutoff=1 --updates 200 --seeds 0",
+            ),
+        ),
         "race": Command(
             "prong.lab.race:race",
             "Race to given errors on the paper's autoencoder, every method tuned alike.",
