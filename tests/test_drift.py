@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from torch import nn
 import prong
 from prong import schedule
 from prong.drift import ENOUGH, EVERY, FIRST, TOLERANCE, Drift, whitened_rows
+from prong.estimation import estimate
+from prong.injection import whitened_sites
+from prong.refresh import factorise, requests_of, whitenings_of
 from prong.statistics import Moments
 from prong.whitening import Whitening, whiten
 from tests.training import batches, canonical, mlp, run, tensors
@@ -189,9 +193,9 @@ def _file(state):
 @pytest.mark.parametrize("form", ["implicit", "explicit"])
 def test_a_refresh_with_a_lag_is_the_same_refresh_later(form, monkeypatch):
     threads = []
-    original = schedule.whitenings_of
+    original = schedule.factorise
     monkeypatch.setattr(
-        schedule, "whitenings_of", lambda *a: threads.append(threading.current_thread().name) or original(*a)
+        schedule, "factorise", lambda *a: threads.append(threading.current_thread().name) or original(*a)
     )
     model = mlp()
     optimizer = prong.PRONG(model, 0.0, eps=0.1, period=16, samples=64, form=form, lag=3)
@@ -235,7 +239,7 @@ def test_what_goes_wrong_in_the_thread_is_raised_when_the_refresh_is_due(monkeyp
     def broken(*_):
         raise FloatingPointError("layer '0': broken")
 
-    monkeypatch.setattr(schedule, "whitenings_of", broken)
+    monkeypatch.setattr(schedule, "factorise", broken)
     x, y = batches(model, 1)[0]
     run(model, optimizer, [(x, y)])
     with pytest.raises(FloatingPointError, match="broken"):
@@ -290,3 +294,19 @@ def test_what_makes_no_sense_is_refused(options, error, message):
     with pytest.raises(error, match=message):
         prong.PRONG(model, 0.1, **options)
     assert type(model[0]) is nn.Linear
+
+
+def test_another_thread_asks_nothing_of_layers_that_are_being_saved():
+    """While an explicit layer's state_dict is made, its parameters have other names."""
+    model = prong.whiten_(mlp(), "explicit")
+    sites = whitened_sites(model)
+    moments = estimate(model, [x for x, _ in batches(model, 3)], None)
+    expected = whitenings_of(sites, moments, 0.1)
+    requests = requests_of(sites, moments, 0.1)
+    with ExitStack() as stack:
+        for layer, _ in sites.values():
+            stack.enter_context(layer._as_plain())
+        found = factorise(requests, 0.1)
+    assert found.keys() == expected.keys()
+    for name in found:
+        torch.testing.assert_close(found[name].U, expected[name].U, **EXACT)

@@ -95,26 +95,39 @@ def rewhiten_(
     assign_({name: (*sites[name], whitening) for name, whitening in new.items()}, optimizer, on_refresh)
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def whitenings_of(
     sites: Mapping[str, tuple[WhitenedLayer, Site]], moments: Mapping[str, Moments], eps: float
 ) -> dict[str, Whitening]:
     """The whitenings of these moments, by site; nothing is changed. A site whose factorisation fails is left out."""
+    return factorise(requests_of(sites, moments, eps), eps)
+
+
+Request = tuple[Moments, float, Basis | None, bool, float, int]  # the arguments of `whiten`
+
+
+def requests_of(
+    sites: Mapping[str, tuple[WhitenedLayer, Site]], moments: Mapping[str, Moments], eps: float
+) -> dict[str, tuple[Request, torch.dtype | None]]:
+    """What is to be factorised, by site, and the dtype to store it in. After this, layers are not asked again."""
     seen = {name: m for name, m in moments.items() if m.count > 0}
     if not seen:
         raise ValueError("no whitened layer saw any input; did the model run on the batches?")
+    return {name: (_request(sites[name], m, eps), sites[name][0].storage) for name, m in seen.items()}
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def factorise(requests: Mapping[str, tuple[Request, torch.dtype | None]], eps: float) -> dict[str, Whitening]:
+    """The whitenings that are wanted; where one fails, a warning instead. Another thread may do this."""
     new: dict[str, Whitening] = {}
-    known = _whiten_batched([_request(sites[name], m, eps) for name, m in seen.items()])
-    for name, m in seen.items():
-        request = _request(sites[name], m, eps)
+    known = _whiten_batched(request for request, _ in requests.values())
+    for name, (request, storage) in requests.items():
         try:
             if request not in known:
                 known[request] = whiten(*request)
             new[name] = known[request]
-            storage = sites[name][0].storage
             if storage is not None:
-                new[name] = known[request] = rounded(new[name], m, storage)
+                new[name] = known[request] = rounded(new[name], request[0], storage)
         except WhiteningError as error:
             warnings.warn(f"layer {name!r} keeps its last whitening: {error}", stacklevel=3)
         except (ValueError, FloatingPointError) as error:
@@ -126,7 +139,6 @@ def whitenings_of(
 
 
 BATCHED = 128  # inputs, up to which factorisations on the CPU are batched
-Request = tuple[Moments, float, Basis | None, bool, float, int]  # the arguments of `whiten`
 
 
 def _request(place: tuple[WhitenedLayer, Site], moments: Moments, eps: float) -> Request:

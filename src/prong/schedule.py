@@ -22,7 +22,15 @@ from prong.injection import check_count, check_model
 from prong.layers import Explicit, WhitenedLayer
 from prong.plus import rescale_
 from prong.precision import accumulation_dtype
-from prong.refresh import OnRefresh, assign_, check_between_updates, require_whitened, whitenings_of
+from prong.refresh import (
+    OnRefresh,
+    assign_,
+    check_between_updates,
+    factorise,
+    requests_of,
+    require_whitened,
+    whitenings_of,
+)
 from prong.statistics import MeanSquare, Moments
 from prong.transport import transports_of, warn_unknown
 from prong.whitening import Whitening, check_eps
@@ -35,6 +43,9 @@ SETTINGS = ("eps", "period", "samples", "lag")
 
 class Refresher:
     """Refreshes a whitened model after updates 1, 2, 4, ... and then every `period`-th, as its optimizer steps.
+
+    Of the first ones, those are left out that would see little that is new: after a whitened initialisation from a
+    thousand samples, the first that comes has seen 500 more.
 
     It listens to `optimizer.step()`: nothing in the training loop changes. With the implicit form the optimizer is
     SGD (or `PRONG`, which brings its own refresher); with the explicit form it can be any, and its state is carried
@@ -271,14 +282,18 @@ class Refresher:
 
     def _due(self, scheduled: bool) -> list[str]:
         """The sites to refresh after this update, which the schedule names or not."""
-        if self.period != "auto":
-            return list(self.sites) if scheduled else []
         windows = isinstance(self.source, str)
+        if self.period != "auto":
+            early = windows and self.updates < self.period
+            return [name for name in self.sites if scheduled and (not early or self.windows.news(name, self.samples))]
         due = []
         for name in self.sites:
             full = not windows or self.windows.full(name, self.samples)
-            first = windows and self.updates <= self._first_updates(name)
-            if scheduled if first else name in self._drifted and full:
+            if windows and self.updates <= self._first_updates(name):
+                wanted = scheduled and self.windows.news(name, self.samples)
+            else:
+                wanted = name in self._drifted and full
+            if wanted:
                 due.append(name)
         return due
 
@@ -327,11 +342,11 @@ class Refresher:
         self._close_windows(ready)
 
     def _whiten(self, moments: dict[str, Moments], lag: int) -> None:
-        compute = partial(whitenings_of, self.sites, moments, self.eps)
+        requests = requests_of(self.sites, moments, self.eps)
         if lag == 0:
-            self._change(compute())
+            self._change(factorise(requests, self.eps))
         else:
-            self._pending.start(compute, self.updates + lag)
+            self._pending.start(partial(factorise, requests, self.eps), self.updates + lag)
 
     def _change(self, new: dict[str, Whitening]) -> None:
         """Go over to new coordinates."""
