@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -77,9 +78,9 @@ class Operator:
         def output(parameters: dict[str, Tensor]) -> Tensor:
             return snapshot.output(parameters, piece)
 
-        z, tz = jvp(  # type: ignore[misc]
-            output, (snapshot.parameters,), (direction,)
-        )
+        with warnings.catch_warnings():  # torch's own forward mode is set up by means that it deprecates
+            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+            z, tz = jvp(output, (snapshot.parameters,), (direction,))  # type: ignore[misc]
         _, backward = vjp(output, snapshot.parameters)  # type: ignore[misc]
         (gradients,) = backward(times_output_fisher(z, snapshot.distribution, tz))
         return snapshot.pull(gradients)
