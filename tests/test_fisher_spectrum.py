@@ -107,6 +107,7 @@ def test_the_largest_eigenvalue_comes_first_and_the_flags_tell_so():
     assert found.largest == pytest.approx(2.0, rel=1e-3)
     assert found.converged == (True, False)
     assert found.steps == 21
+    assert fisher.extreme_eigenvalues(F, steps=3, tolerance=1e-6).converged == (False, False)
 
 
 def test_a_residual_bounds_the_error_of_what_has_converged():
@@ -123,6 +124,10 @@ def test_bad_requests_are_refused():
         fisher.extreme_eigenvalues(torch.zeros(2, 3))
     with pytest.raises(ValueError, match="zero"):
         fisher.extreme_eigenvalues(torch.zeros(3, 3))
+    with pytest.raises(ValueError, match="none below zero"):
+        fisher.extreme_eigenvalues(torch.diag(torch.tensor([1.0, -1.0, 2.0])))
+    with pytest.raises(ValueError, match="none below zero"):
+        fisher.extreme_eigenvalues(-F)
     with pytest.raises(FloatingPointError, match="not finite"):
         fisher.extreme_eigenvalues(F * torch.inf)
     with pytest.raises(ValueError, match="steps"):

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from prong.fisher.spectra import check_floor
+from prong.fisher.spectra import check_floor, default_floor
 from prong.injection import check_count
 
 
@@ -82,7 +82,7 @@ def extreme_eigenvalues(
         generator: where x comes from; by default always the same numbers.
 
     Raises:
-        ValueError: not square, or no product was larger than zero.
+        ValueError: not square, zero, or with a negative eigenvalue.
         FloatingPointError: a product that is not finite.
     """
     size = matrix.shape[0]
@@ -97,20 +97,24 @@ def extreme_eigenvalues(
     start = _product(matrix, x.to(matrix.device, matrix.dtype))
     if not start.norm() > 0:
         raise ValueError("this matrix is zero: it has no condition")
-    basis = (start / start.norm()).unsqueeze(0)  # (steps, size), orthonormal rows
+    steps = min(steps, size)
+    basis = start.new_empty(steps, size)  # orthonormal rows
+    basis[0] = start / start.norm()
     alphas: list[float] = []
     betas: list[float] = []
-    while True:
-        w = _product(matrix, basis[-1])
-        alphas.append(torch.dot(w, basis[-1]).item())
+    for k in range(steps):
+        w = _product(matrix, basis[k])
+        alphas.append(torch.dot(w, basis[k]).item())
+        known = basis[: k + 1]
         for _ in range(2):  # once leaves errors of the size of what is subtracted
-            w = w - basis.mT @ (basis @ w)
+            w = w - known.mT @ (known @ w)
         beta = w.norm().item()
         extremes = _extremes(alphas, betas, beta, floor, tolerance, matrix.dtype)
-        if all(extremes.converged) or len(alphas) == min(steps, size):
-            return extremes
+        if all(extremes.converged) or k + 1 == steps:
+            break
         betas.append(beta)
-        basis = torch.cat([basis, (w / beta).unsqueeze(0)])
+        basis[k + 1] = w / beta
+    return extremes
 
 
 def _product(matrix: LinearMap, v: Tensor) -> Tensor:
@@ -127,7 +131,9 @@ def _extremes(
     beside = torch.tensor(betas, dtype=torch.float64)
     T = torch.diag(torch.tensor(alphas, dtype=torch.float64)) + torch.diag(beside, 1) + torch.diag(beside, -1)
     theta, S = torch.linalg.eigh(T)
-    largest = theta[-1].item()
+    largest, lowest = theta[-1].item(), theta[0].item()
+    if lowest < -max(floor, default_floor(dtype)) * max(largest, -lowest):
+        raise ValueError(f"this matrix has an eigenvalue below {lowest:.3g}, and a Fisher matrix has none below zero")
     exhausted = beta <= len(alphas) * torch.finfo(dtype).eps * largest
     residuals = beta * S[-1].abs()
     above = int((theta > floor * largest).nonzero()[0])
