@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -162,6 +163,32 @@ def test_a_model_called_with_keywords_or_by_a_function_gives_the_same():
     )
     expected = fisher.dense(model.body, [(x[:2], None), (x[2:], None)], "categorical")
     assert_close(found, expected, 1e-12)
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+def test_batches_may_be_nested():
+    model = mlp()
+    x = data_for(model)
+    expected = fisher.dense(model, x, "categorical")
+    assert_close(fisher.dense(model, [((x,), None)], "categorical"), expected, 1e-12)
+    halves = [Pair(x / 2, x / 2)]
+    found = fisher.dense(model, halves, "categorical", forward=lambda m, pair: m(pair.left + pair.right), chunk=4)
+    assert_close(found, expected, 1e-12)
+    with pytest.raises(TypeError, match="a batch is a tensor"):
+        fisher.dense(model, ["x"], "categorical")
+
+
+@each_form
+def test_before_the_first_refresh_whitened_coordinates_are_canonical_ones(form):
+    model = mlp()
+    x = data_for(model)
+    expected = fisher.dense(model, x, "categorical")
+    prong.whiten_(model, form)
+    assert_close(fisher.dense(model, x, "categorical", coordinates="whitened"), expected, 1e-12)
 
 
 # Blocks ----------------------------------------------------------------------------------------------------------
@@ -444,9 +471,13 @@ def test_bad_input_is_refused_with_a_cure():
         operator @ torch.zeros(165)
 
 
-def test_models_whose_examples_depend_on_each_other_are_refused():
+def test_models_without_an_output_per_example_or_a_copy_are_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False))
     with pytest.raises(ValueError, match=r"'1' normalises.*track_running_stats=True"):
+        fisher.dense(model, torch.randn(4, 3), "gaussian")
+    model = nn.Linear(3, 3)
+    model.last = model.weight * 2  # not a leaf
+    with pytest.raises(ValueError, match="copy of the model"):
         fisher.dense(model, torch.randn(4, 3), "gaussian")
     with pytest.raises(ValueError, match="run one forward first"):
         fisher.dense(nn.Sequential(nn.LazyLinear(3)), torch.randn(4, 3), "gaussian")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -100,18 +99,21 @@ def _matrices(
     if chunk is not None:
         check_count("chunk", chunk, 1)
     _check_draws(draws, generator)
-    where = {name: _positions(snapshot, members) for name, members in snapshot.groups.items()}
+    where = {  # a module's parameters are neighbours in the model's order
+        name: slice(snapshot.slices[members[0]].start, snapshot.slices[members[-1]].stop)
+        for name, members in snapshot.groups.items()
+    }
+    sizes = {name: s.stop - s.start for name, s in where.items()}
     dtype = accumulation_dtype(snapshot.like.dtype)
-    _check_bytes([len(index) for index in where.values()], dtype.itemsize, max_bytes)
-    found = {name: snapshot.like.new_zeros(len(index), len(index), dtype=dtype) for name, index in where.items()}
+    _check_bytes(list(sizes.values()), dtype.itemsize, max_bytes)
+    found = {name: snapshot.like.new_zeros(size, size, dtype=dtype) for name, size in sizes.items()}
     examples = 0
     with snapshot.quiet():
         for rows in _gradient_rows(snapshot, batches, draws, generator, chunk):
             examples += rows.shape[0]
             flat = rows.flatten(0, 1).to(dtype)
             for name, matrix in found.items():
-                index = where[name]
-                part = flat[:, index.start : index.stop] if isinstance(index, range) else flat[:, index]
+                part = flat[:, where[name]]
                 matrix.addmm_(part.mT, part)
     for matrix in found.values():
         matrix.div_(examples)
@@ -158,14 +160,6 @@ def _affordable(snapshot: Snapshot, batch: Any, draws: int | None) -> int:
     output = snapshot.checked_output(next(pieces(batch, 1)))
     per_example = (draws or output.numel()) * (snapshot.size + output.numel()) * output.element_size()
     return max(1, min(count_examples(batch), GRADIENT_BYTES // per_example))
-
-
-def _positions(snapshot: Snapshot, members: list[str]) -> range | list[int]:
-    """The rows and columns of a block: a range where they are neighbours."""
-    parts = [snapshot.slices[name] for name in members]
-    if all(a.stop == b.start for a, b in pairwise(parts)):
-        return range(parts[0].start, parts[-1].stop)
-    return [i for part in parts for i in range(part.start, part.stop)]
 
 
 def _check_draws(draws: int | None, generator: torch.Generator | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prong.estimation import Forward, as_batches, call_model, undisturbed
+from prong.estimation import Forward, as_batches, call_model, inputs_of, undisturbed
 from prong.fisher.coordinates import Coordinates, charts, check_coordinates
 from prong.fisher.outputs import check_distribution, check_output
 from prong.gradients import Distribution
@@ -168,15 +168,6 @@ def choose(trained: Mapping[str, str], names: Iterable[str] | None) -> dict[str,
 
 
 # Batches are tensors in tuples, lists and mappings; what is not a tensor is passed on as it is. ----------------------
-
-
-def inputs_of(batch: Any) -> Any:
-    """The part of a batch that `call_model` gives to the model."""
-    if isinstance(batch, Tensor | Mapping):
-        return batch
-    if isinstance(batch, Sequence) and batch and isinstance(batch[0], Tensor | Mapping | tuple | list):
-        return inputs_of(batch[0])
-    return batch  # refused by `call_model`, in its own words
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
