@@ -18,12 +18,16 @@ Forward = Callable[[nn.Module, Any], Any]
 
 def call_model(model: nn.Module, batch: Any) -> Any:
     """The model on one batch: a tensor, a mapping of keyword arguments, or (input, target, ...) as loaders give."""
-    if isinstance(batch, Tensor):
-        return model(batch)
-    if isinstance(batch, Mapping):
-        return model(**batch)
+    inputs = inputs_of(batch)
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+
+
+def inputs_of(batch: Any) -> Tensor | Mapping[str, Any]:
+    """The part of a batch that is given to the model."""
+    if isinstance(batch, Tensor | Mapping):
+        return batch
     if isinstance(batch, Sequence) and batch and isinstance(batch[0], Tensor | Mapping | tuple | list):
-        return call_model(model, batch[0])
+        return inputs_of(batch[0])
     raise TypeError(
         f"a batch is a tensor, (input, target) or a mapping of keyword arguments, got {type(batch).__name__}. "
         "For anything else pass forward=lambda model, batch: ..."

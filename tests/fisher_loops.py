@@ -1,0 +1,83 @@
+"""Fisher matrices by loops over examples and labels: slow and obvious."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import prong
+from tests.training import batches, convnet, mlp
+
+DISTRIBUTIONS = ("categorical", "bernoulli", "gaussian")
+
+
+class Segmenter(nn.Module):
+    """A class for every position: outputs (examples, classes, height, width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")
+        self.last = nn.Conv2d(3, 3, 2, dilation=2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x[..., :4, :4]).tanh())
+
+
+def segmenter() -> nn.Module:
+    torch.manual_seed(0)
+    return Segmenter().double()
+
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "convnet": convnet, "segmenter": segmenter}
+
+
+def data_for(model: nn.Module, examples: int = 6) -> Tensor:
+    ((x, _),) = batches(model, 1, examples)
+    return x
+
+
+def whitened(model: nn.Module, x: Tensor, form: str, **options: object) -> nn.Module:
+    """A whitened copy, refreshed on the data."""
+    model = prong.whiten_(copy.deepcopy(model), form, **options)
+    return prong.refresh_(model, x, eps=1e-2)
+
+
+def losses(output: Tensor, distribution: str) -> Iterator[tuple[float, Tensor]]:
+    """For one example's output: probabilities of labels and their -log p(y), position by position.
+
+    A Gaussian has infinitely many labels; mean - 1 and mean + 1, equally likely, have the same score's second moment.
+    """
+    if distribution == "categorical":
+        positions = output.reshape(output.shape[0], -1)
+        for t in range(positions.shape[1]):
+            z = positions[:, t].unsqueeze(0)
+            for y, p in enumerate(z.softmax(1)[0].tolist()):
+                yield p, F.cross_entropy(z, torch.tensor([y]))
+        return
+    for z in output.reshape(-1):
+        if distribution == "bernoulli":
+            for y in (0.0, 1.0):
+                p = z.sigmoid().item()
+                yield p if y else 1 - p, F.binary_cross_entropy_with_logits(z, torch.tensor(y).to(z))
+        else:
+            for y in (z.item() - 1, z.item() + 1):
+                yield 0.5, 0.5 * (z - y) ** 2
+
+
+def looped(model: nn.Module, x: Tensor, distribution: str) -> Tensor:
+    """1/N sum_n sum_y p(y) g g^T in the parameters that the model itself has, by autograd."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    total = torch.zeros(1, dtype=x.dtype)
+    for example in x:
+        output = model(example.unsqueeze(0))[0]
+        for p, loss in losses(output, distribution):
+            g = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+            flat = torch.cat(
+                [(torch.zeros_like(q) if a is None else a).reshape(-1) for a, q in zip(g, parameters, strict=True)]
+            )
+            total = total + p * torch.outer(flat, flat)
+    return total / len(x)
