@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
+# What tests compare the Fisher with, and all that it needs to be imported; its other dependencies stay out.
+ORACLE := curvlinops-for-pytorch einconv einops linear_operator
 
 .PHONY: demo test test-slow check docs bench clean
 
@@ -33,4 +35,5 @@ clean:
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,dev]"
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps $(ORACLE)
 	touch $@
