@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import prong
-from prong.conditioning import condition_number, drift_from_white, input_spectrum, whitened_spectrum
+from prong.conditioning import (
+    condition_number,
+    drift_from_white,
+    input_spectrum,
+    whitened_spectrum,
+)
 from prong.monitor import Monitor
 from prong.statistics import Moments
 from prong.whitening import Whitening, whiten
@@ -419,9 +424,10 @@ def test_what_makes_no_sense_is_refused(arguments, error, message):
 def test_a_callback_that_returns_no_numbers_is_told():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    Monitor(model, optimizer, 1, callback=lambda m: 3)
-    with pytest.raises(TypeError, match="dict of numbers"):
-        run(model, optimizer, batches(model, 1))
+    for answer, message in ((3, "dict of numbers"), ({"a": "b"}, "'a' is a str"), ({"a": torch.ones(2)}, "Tensor")):
+        monitor = Monitor(model, optimizer, 1, callback=lambda m, answer=answer: answer)
+        with monitor, pytest.raises(TypeError, match=message):
+            run(model, optimizer, batches(model, 1))
     with pytest.raises(TypeError, match="Optimizer"):
         Monitor(model, model)
     with pytest.raises(ValueError, match="no layer"):

@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -41,7 +42,7 @@ class Row:
         condition_undamped: lam_max / lam_min, at most 1 / floor.
         drift: ||U (Sigma + eps I) U^T - I||_F / sqrt(inputs), Sigma about the whitening's centre; None if not whitened.
         chance: the drift that so few rows would show if nothing had changed, were they independent and normal.
-        condition_whitened: the condition number of U (Sigma + eps I) U^T: what the optimizer sees.
+        condition_whitened: the condition number of U (Sigma + eps I) U^T, what the optimizer sees.
     """
 
     update: int
@@ -247,7 +248,15 @@ def _numbers(callback: Callback, model: nn.Module) -> dict[str, float]:
         found = callback(model)
     if not isinstance(found, Mapping):
         raise TypeError(f"the monitor's callback returns a dict of numbers, got {type(found).__name__}")
-    return {str(name): float(value) for name, value in found.items()}
+    return {str(name): _number(name, value) for name, value in found.items()}
+
+
+def _number(name: object, value: object) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, Real):
+        raise TypeError(f"the monitor's callback returns numbers by name, but {name!r} is a {type(value).__name__}")
+    return float(value)
 
 
 def _plain(value: Any) -> Any:
