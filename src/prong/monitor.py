@@ -94,7 +94,7 @@ class Monitor:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        when: int | Collection[int] = 100,
+        when: int | Collection[int] = 1000,
         *,
         layers: str | Iterable[str] | None = None,
         samples: int = 512,
