@@ -1,6 +1,8 @@
 """Natural Neural Networks for PyTorch: whitened layers, PRONG and PRONG+ (Desjardins et al., NIPS 2015)."""
 
 from prong import fisher as fisher
+from prong import mirror as mirror
+from prong import monitor as monitor
 from prong.initialization import fan_in_, initialize_
 from prong.injection import fold_, ordinary_gradients, whiten_
 from prong.optimizer import PRONG

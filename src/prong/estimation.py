@@ -98,6 +98,28 @@ def gathering(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[
             vars(site).update(values)
 
 
+@contextmanager
+def aside(model: nn.Module) -> Iterator[None]:
+    """Whatever is run under this leaves gradients, statistics, buffers, random state and modes as they were."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    modes = [(m, m.training) for m in model.modules()]
+    gains = [(site, site.gain) for _, site in whitened_sites(model).values()]
+    for p, _ in gradients:
+        p.grad = None
+    for site, _ in gains:
+        site.gain = None
+    try:
+        with undisturbed(model), gathering(model, ()), torch.enable_grad():
+            yield
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
+        for module, mode in modes:
+            module.training = mode
+        for site, gain in gains:
+            site.gain = gain
+
+
 def run_batches(
     model: nn.Module,
     batches: Any,
