@@ -114,6 +114,14 @@ PRONG = Group(
             "Train the paper's autoencoder with PRONG and others, and compare them.",
             ("prong demo", "prong demo --updates 100 --out runs/demo"),
         ),
+        "conditioning": Command(
+            "prong.lab.conditioning:main",
+            "The exact Fisher of a small network: its condition number before and after whitening, and over training.",
+            (
+                "prong conditioning --json results/conditioning.json --plot conditioning.png --heat fisher.png",
+                "prong conditioning --seeds 0 --width 16 --updates 100",
+            ),
+        ),
         "bench": BENCH,
     },
 )

@@ -99,6 +99,24 @@ def draw_condition_over_training(rows: Sequence[Row], title: str = "") -> Figure
     return figure
 
 
+def draw_over_updates(curves: Mapping[str, Sequence[tuple[float, float]]], what: str, title: str = "") -> Figure:
+    """(update, value) of several runs, values logarithmic; names that agree up to the last comma share a colour."""
+    if not curves:
+        raise ValueError("expected at least one run to draw")
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    axes = figure.subplots()
+    groups = list(dict.fromkeys(name.rpartition(",")[0] or name for name in curves))
+    for name, points in curves.items():
+        group = name.rpartition(",")[0] or name
+        label = group if group not in axes.get_legend_handles_labels()[1] else None
+        updates, values = zip(*points, strict=True) if points else ((), ())
+        axes.plot(updates, values, color=f"C{groups.index(group) % 10}", linewidth=1.5, label=label)
+    axes.set(yscale="log", xlabel="updates", ylabel=what, title=title)
+    _style(axes)
+    axes.legend(frameon=False)
+    return figure
+
+
 def draw_trade_off(methods: Mapping[str, Sequence[tuple[float, float]]], title: str = "") -> Figure:
     """Error against the number of parameters, the latter logarithmic; points of a method in order of size."""
     if not methods:
