@@ -1,5 +1,6 @@
 """Natural Neural Networks for PyTorch: whitened layers, PRONG and PRONG+ (Desjardins et al., NIPS 2015)."""
 
+from prong import spectral as spectral
 from prong.initialization import fan_in_, initialize_
 from prong.injection import fold_, ordinary_gradients, whiten_
 from prong.optimizer import PRONG
