@@ -66,9 +66,7 @@ def _why_not_compressed(name: str, module: nn.Module, modules: dict[str, nn.Modu
     if type(module) not in COMPRESSIBLE:
         return f"its type is {type(module).__name__}"
     if getattr(module, "groups", 1) > 1:
-        return (
-            f"its {module.groups} groups of channels do not mix; there is one small map for each, and nothing to share"
-        )
+        return f"its {module.groups} groups have no maps in common"
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     if any(not isinstance(hook, OnFailure) for hook in hooks):
         return "it has forward hooks, which a replacement would lose"

@@ -117,7 +117,7 @@ def distances(
     """Mean squared distances between the outputs of layers of equal names in two models, and between what these return.
 
     The former are E||z - z'||^2 over examples and positions, for layers of so many `outputs`; the latter is
-    E||f - g||^2 / E||f||^2.
+    E||f - g||^2 / E||f - E f||^2.
     """
     hooks, pairs = [], {}
     for name in outputs:
@@ -126,15 +126,17 @@ def distances(
             hooks.append(side.get_submodule(name).register_forward_hook(listener))
     sums = dict.fromkeys(pairs, 0.0)
     rows = dict.fromkeys(pairs, 0)
-    difference = size = 0.0
+    difference = 0.0
+    spread = _Spread()
 
     def both(_: nn.Module, batch: Any) -> None:
-        nonlocal difference, size
+        nonlocal difference
         run = forward or call_model
-        for f, g in zip(*(tree_leaves(run(side, batch)) for side in (reference, model)), strict=True):
+        returned = (tree_leaves(run(side, batch)) for side in (reference, model))
+        for i, (f, g) in enumerate(zip(*returned, strict=True)):
             if isinstance(f, Tensor) and f.is_floating_point():
                 difference += _square(f - g)
-                size += _square(f)
+                spread.add(i, f)
         for name, (mine, its) in pairs.items():
             for z, other in zip(mine.take(), its.take(), strict=True):
                 sums[name] += _square(z - other)
@@ -146,7 +148,25 @@ def distances(
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: sums[name] / max(rows[name], 1) for name in pairs}, difference / size if size else 0.0
+    return {name: sums[name] / max(rows[name], 1) for name in pairs}, difference / total if (
+        total := spread.total()
+    ) > 0 else 0.0
+
+
+class _Spread:
+    """The summed squared distance of outputs from their mean over examples; those of other shapes have other means."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Any, tuple[int, Tensor, float]] = {}
+
+    def add(self, which: int, f: Tensor) -> None:
+        rows = f.double().reshape(f.shape[0] if f.dim() else 1, -1)
+        key = (which, f.shape[1:])
+        count, total, squares = self._sums.get(key, (0, torch.zeros_like(rows[0]), 0.0))
+        self._sums[key] = (count + len(rows), total + rows.sum(0), squares + _square(rows))
+
+    def total(self) -> float:
+        return sum(squares - _square(total) / count for count, total, squares in self._sums.values())
 
 
 def _square(x: Tensor) -> float:

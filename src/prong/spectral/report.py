@@ -45,7 +45,7 @@ class Report:
     Attributes:
         layers: the lines.
         parameters: of the network, before and after; tied ones count once.
-        output_error: E||f - g||^2 / E||f||^2 with f and g the outputs of the given and the compressed network.
+        output_error: E||f - g||^2 / E||f - E f||^2 with f and g the outputs of the given and the compressed network.
     """
 
     layers: tuple[Layer, ...]
