@@ -134,7 +134,7 @@ def distances(
         run = forward or call_model
         returned = (tree_leaves(run(side, batch)) for side in (reference, model))
         for i, (f, g) in enumerate(zip(*returned, strict=True)):
-            if isinstance(f, Tensor) and f.is_floating_point():
+            if isinstance(f, Tensor) and f.is_floating_point() and f.numel():
                 difference += _square(f - g)
                 spread.add(i, f)
         for name, (mine, its) in pairs.items():
