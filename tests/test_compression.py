@@ -207,8 +207,9 @@ def test_least_error_is_optimal_where_every_unit_of_rank_costs_the_same(squares,
 
 
 def test_what_steps_along_the_hull_leave_of_a_budget_is_spent_too():
-    layer = [Option("outputs", 1, 1, 1.0), Option("outputs", 2, 5, 0.9), Option("plain", 3, 10, 0.0)]
-    assert least_error({"0": layer}, 6)["0"] is layer[1]
+    a = [Option("outputs", 1, 1, 1.0), Option("outputs", 2, 5, 0.9), Option("plain", 3, 10, 0.0)]
+    b = [Option("outputs", k, n, e) for k, (n, e) in enumerate([(1, 1.0), (2, 0.1), (3, 0.0999), (10, 0.0)])]
+    assert least_error({"a": a, "b": b}, 7) == {"a": a[1], "b": b[1]}
 
 
 def test_equal_shares_are_taken_where_the_best_step_would_leave_no_room_for_a_better_one():
