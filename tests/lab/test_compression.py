@@ -20,6 +20,7 @@ def test_every_rule_makes_networks_within_the_share_and_rows_are_reproducible():
     assert [(row.share, row.rule) for row in compressed] == [(s, rule) for s in TINY.shares for rule in RULES]
     assert all(row.parameters <= row.share * trained.parameters for row in compressed)
     assert all(row.flops < trained.flops and 0 <= row.test_error <= 1 for row in compressed)
+    assert {len(row.ranks) for row in compressed if "whole" in row.rule} == {2}
     assert list(compare(TINY, small_digits(), seeds=(1,))) == rows
 
 

@@ -28,11 +28,13 @@ class Rule:
         criterion: what the ranks are cut by; see `prong.spectral.compress`.
         allocation: how parameters are shared out among layers.
         absorbs_mean: whether the mean of what a layer loses goes into its bias; with "outputs" it always does.
+        keeps_last: whether the last layer, small as it is, is left whole.
     """
 
     criterion: Literal["outputs", "weights"]
     allocation: Literal["least", "equal"]
     absorbs_mean: bool
+    keeps_last: bool = False
 
 
 RULES: Mapping[str, Rule] = {
@@ -41,6 +43,8 @@ RULES: Mapping[str, Rule] = {
     "weights, least error": Rule("weights", "least", False),
     "weights, least error, mean absorbed": Rule("weights", "least", True),
     "weights, equal shares": Rule("weights", "equal", False),
+    "outputs, equal shares, last layer whole": Rule("outputs", "equal", True, keeps_last=True),
+    "weights, equal shares, last layer whole": Rule("weights", "equal", False, keeps_last=True),
 }
 
 
@@ -124,8 +128,14 @@ def compare(setup: Setup, digits: Digits, seeds: tuple[int, ...]) -> Iterator[Ro
         tested = evaluate(model, digits.test, digits.test_labels)
         yield Row(seed, 1.0, "as trained", size, full, flops, *tested)
         for share, (name, rule) in product(setup.shares, RULES.items()):
+            layers = [layer for layer, module in model.named_children() if isinstance(module, nn.Linear)]
             small, report = prong.spectral.compress(
-                model, looked_at, parameters=share, criterion=rule.criterion, allocation=rule.allocation
+                model,
+                looked_at,
+                parameters=share,
+                layers=layers[:-1] if rule.keeps_last else layers,
+                criterion=rule.criterion,
+                allocation=rule.allocation,
             )
             if rule.criterion == "weights" and rule.absorbs_mean:
                 absorb_means_(small, model, digits.train[: setup.samples])
@@ -166,7 +176,7 @@ def main(
     rows = []
     for row in compare(setup, digits, seeds):
         rows.append(asdict(row))
-        print(f"seed {row.seed}  {row.rule:36}{row.parameters:9,} parameters  test error {row.test_error:.2%}")
+        print(f"seed {row.seed}  {row.rule:40}{row.parameters:9,} parameters  test error {row.test_error:.2%}")
         write_json(out, {"experiment": "compression", "config": config, **origin, "rows": rows})
 
 
