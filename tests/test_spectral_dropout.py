@@ -180,6 +180,7 @@ def test_state_dict_and_function_stay_and_copies_and_pickles_drop_alike():
     before = {name: x.clone() for name, x in model.state_dict().items()}
     prong.spectral.dropout_(model, 0.3)
     assert_identical(dict(model.state_dict()), before)
+    assert all(row.note == "spectral dropout" for row in prong.summary(model))
     stored = io.BytesIO()
     torch.save(model, stored)
     stored.seek(0)

@@ -79,6 +79,8 @@ def _whitened_row(name: str, layer: WhitenedLayer, parameters: int) -> Row:
     groups, features = layer.sites[0].layout.groups, [site.layout.features for site in layer.sites]
     size = "/".join(map(str, dict.fromkeys(features))) + (f" x {groups} groups" if groups > 1 else "")
     note = "" if all(site.whitening is not None for site in layer.sites) else "identity until the first refresh"
+    if any(site.dropping is not None for site in layer.sites):
+        note = "; ".join(filter(None, (note, "spectral dropout")))
     if open_window:
         note = "; ".join(filter(None, (note, "gathering statistics")))
     if not any(p.requires_grad for p in layer._parameters.values() if p is not None):

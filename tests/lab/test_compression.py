@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 import torch
 from torch import nn
 
-from prong.lab.compression import RULES, Setup, absorb_means_, classifier, compare, evaluate, main
+from prong.lab.compression import RULES, Setup, absorb_means_, classifier, compare, evaluate, main, table
 from tests.lab.digits import small_digits
 
 TINY = Setup(widths=(784, 12, 12, 10), updates=3, batch=8, period=2, samples=40, shares=(0.5, 0.3))
@@ -42,8 +44,19 @@ def test_absorbed_means_are_those_of_the_given_network():
 
 def test_the_command_writes_a_record(mnist, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    main(tmp_path / "record.json", seeds=(0,), setup=TINY)
+    main(tmp_path / "record.json", seeds=(0, 1), setup=TINY)
     record = json.loads((tmp_path / "record.json").read_text())
     assert {"config", "commit", "environment", "rows"} <= set(record)
-    assert len(record["rows"]) == 1 + len(TINY.shares) * len(RULES)
-    assert "test error" in capsys.readouterr().out
+    assert len(record["rows"]) == 2 * (1 + len(TINY.shares) * len(RULES))
+    assert table(record) in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="two seeds"):
+        main(tmp_path / "other.json", seeds=(0,), setup=TINY)
+
+
+def test_the_page_shows_what_was_recorded():
+    root = Path(__file__).parents[2]
+    record = json.loads((root / "results" / "compression.json").read_text())
+    page = (root / "docs" / "spectral.md").read_text()
+    assert table(record) in page
+    errors = [100 * row["test_error"] for row in record["rows"] if row["rule"] == "as trained"]
+    assert f"{mean(errors):.2f} ± {stdev(errors):.2f}" in page

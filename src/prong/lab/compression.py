@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Literal
+from statistics import mean, stdev
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -154,6 +155,19 @@ def absorb_means_(small: nn.Module, model: nn.Module, h: Tensor) -> None:
         h = z
 
 
+def table(record: Mapping[str, Any]) -> str:
+    """Test errors in percent, mean and deviation over seeds: a line for every rule, a column for every share."""
+    errors: dict[tuple[str, float], list[float]] = {}
+    for row in record["rows"]:
+        errors.setdefault((row["rule"], row["share"]), []).append(100 * row["test_error"])
+    shares = record["config"]["shares"]
+    lines = [["rule", *(f"{share:.0%} of the parameters" for share in shares)]]
+    for rule in record["config"]["rules"]:
+        lines.append([rule, *(f"{mean(errors[rule, s]):.2f} ± {stdev(errors[rule, s]):.2f}" for s in shares)])
+    head, *body = ("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
+
+
 def main(
     out: Path = Path("results/compression.json"), seeds: tuple[int, ...] = (0, 1, 2), setup: Setup | None = None
 ) -> None:
@@ -161,9 +175,11 @@ def main(
 
     Args:
         out: the file.
-        seeds: of the networks.
+        seeds: of the networks, two or more.
         setup: what is trained, and how.
     """
+    if len(seeds) < 2:
+        raise SystemExit(f"a standard deviation needs two seeds or more, got {len(seeds)}")
     torch.set_num_threads(1)
     setup, digits = setup or Setup(), load_mnist()
     origin = provenance()  # of the code that runs, not of what is written meanwhile
@@ -177,7 +193,9 @@ def main(
     for row in compare(setup, digits, seeds):
         rows.append(asdict(row))
         print(f"seed {row.seed}  {row.rule:40}{row.parameters:9,} parameters  test error {row.test_error:.2%}")
-        write_json(out, {"experiment": "compression", "config": config, **origin, "rows": rows})
+        record = {"experiment": "compression", "config": config, **origin, "rows": rows}
+        write_json(out, record)
+    print(table(record))
 
 
 if __name__ == "__main__":

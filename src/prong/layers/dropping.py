@@ -11,7 +11,7 @@ from prong.layers.natural import in_transform
 from prong.precision import accumulation_dtype, full_precision
 from prong.whitening import Whitening
 
-HALVINGS = 64  # of the bracket around log(tau)
+POINTS, ROUNDS = 64, 8  # the bracket of log(tau) is made so many times narrower, so often
 
 
 def eigenvalues(whitening: Whitening) -> Tensor:
@@ -40,18 +40,20 @@ def keep_probabilities(damped: Tensor, rate: float, least: float) -> Tensor:
     in the inputs' own units, noise of the same variance tau in every direction with lam >> eps. A loss that is
     quadratic in the layer's outputs therefore gains the term tau ||W||^2 of those directions.
 
-    tau is found by bisection: the mean rises with it, and is at most (at least) `rate` where tau is rate / (1 - rate)
-    times the smallest (largest) of the damped variances.
+    tau is bracketed ever more narrowly: the mean rises with it, and is at most (at least) `rate` where tau is
+    rate / (1 - rate) times the smallest (largest) of the damped variances.
     """
     if rate == 0:
         return torch.ones_like(damped)
     values = damped.double()
     odds = rate / (1 - rate)
     low, high = (odds * values.min()).log(), (odds * values.max()).log()
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        too_many = (1 - _kept(values, middle.exp(), least)).mean() > rate
-        low, high = torch.where(too_many, low, middle), torch.where(too_many, middle, high)
+    grid = torch.linspace(0, 1, POINTS + 1, dtype=values.dtype, device=values.device)
+    for _ in range(ROUNDS):
+        points = low + (high - low) * grid
+        rates = 1 - _kept(values.flatten(), points.exp().unsqueeze(-1), least).mean(-1)
+        after = (rates <= rate).sum().clamp(1, POINTS)  # the first point that drops too much, or the last
+        low, high = points.index_select(0, torch.stack([after - 1, after])).unbind()
     return _kept(values, high.exp(), least).to(damped.dtype)
 
 
