@@ -175,7 +175,7 @@ def _lines(
             name,
             kind,
             option.plan,
-            (option.rank, subject.full_rank),
+            (option.rank, subject.full_rank(option.plan)),
             (before, option.parameters),
             (flops, subject.flops(option, rows[name])),
             subject.expected(option),

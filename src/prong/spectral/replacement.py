@@ -22,7 +22,6 @@ class Subject:
 
     Attributes:
         variance: E||W (h - c)||^2, the variance of its outputs; without a bias their mean square.
-        full_rank: the largest rank that its weight can have.
     """
 
     def __init__(self, layer: Compressible, moments: Moments, criterion: Criterion) -> None:
@@ -34,7 +33,6 @@ class Subject:
         self.c = moments.mean[0] if centred else torch.zeros_like(moments.mean[0])
         self.Sigma = moments.covariance(centred)[0]
         self.variance = expected_error(self.W, self.W @ self.c, self.c, self.Sigma)
-        self.full_rank = min(self.W.shape)
         self._corrects_bias = centred and criterion == "outputs"
         metric = self.Sigma if criterion == "outputs" else torch.eye(len(self.Sigma)).to(self.Sigma)
         self._ranked: dict[Plan, Ranked] = {"outputs": rank_outputs(self.W, metric)}
@@ -44,7 +42,7 @@ class Subject:
     def options(self) -> list[Option]:
         """The layer as it is, and every replacement with fewer parameters."""
         plain = sum(p.numel() for p in self.layer.parameters())
-        found = [Option("plain", self.full_rank, plain, 0.0)]
+        found = [Option("plain", self.full_rank("plain"), plain, 0.0)]
         for plan, ranked in self._ranked.items():
             scale = float(ranked.errors[0]) or 1.0
             for rank, error in enumerate(ranked.errors.tolist()):
@@ -52,6 +50,10 @@ class Subject:
                 if rank > 0 and count < plain:
                     found.append(Option(plan, rank, count, error / scale))
         return found
+
+    def full_rank(self, plan: Plan) -> int:
+        """The largest rank by a plan; of the plain layer, that of its weight as a matrix (out, taps * in)."""
+        return len(self._ranked["outputs" if plan == "plain" else plan].errors) - 1
 
     @property
     def _bias_size(self) -> int:

@@ -19,7 +19,7 @@ class Layer:
         name: of the layer.
         kind: the type it had.
         plan: "plain", "outputs" or "inputs": see `Option`.
-        rank: of the replacement, and the largest there can be.
+        rank: of the layer, and the largest that there can be by its plan.
         parameters: before and after.
         flops: additions and multiplications for one example, before and after, of Linear and convolutional layers.
         expected: the error on the given network's inputs to this layer, from their statistics.
