@@ -101,9 +101,7 @@ def with_dropped_directions(
         rows = rows.reshape(*rows.shape[:-1], groups, features)
         if whitening.c is not None:
             rows = rows - whitening.c
-        x = (rows.unsqueeze(-2) @ whitening.U.mT if groups > 1 else rows @ whitening.U[0].mT).reshape(
-            *rows.shape[:-2], groups * features
-        )
+        x = torch.einsum("...gi,goi->...go", rows, whitening.U).flatten(-2)
         keep: Tensor = dropping.probabilities(whitening).flatten()
         leading = x.shape[: x.dim() - 1 - positions]
         chance = torch.rand(*leading, *(1,) * positions, groups * features, dtype=keep.dtype, device=x.device)
