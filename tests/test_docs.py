@@ -11,7 +11,14 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/guide.md", "docs/fisher.md", "docs/mirror.md", "docs/monitor.md"]
+PAGES = [
+    "README.md",
+    "docs/guide.md",
+    "docs/fisher.md",
+    "docs/mirror.md",
+    "docs/monitor.md",
+    "docs/spectral.md",
+]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -3,6 +3,7 @@
 from prong import fisher as fisher
 from prong import mirror as mirror
 from prong import monitor as monitor
+from prong import spectral as spectral
 from prong.initialization import fan_in_, initialize_
 from prong.injection import fold_, ordinary_gradients, whiten_
 from prong.optimizer import PRONG

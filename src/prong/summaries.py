@@ -9,6 +9,7 @@ from torch import nn
 
 from prong.injection import check_model, shared_parameters, why_not
 from prong.layers import WhitenedLayer
+from prong.tables import aligned
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,7 @@ class Summary(list[Row]):
             f"{sum(r.memory for r in self):,}",
             "",
         )
-        table = [head, *lines, total]
-        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
-        numeric = {3, 4, 5}
-
-        def text(line: tuple[str, ...]) -> str:
-            cells = (
-                c.rjust(w) if i in numeric else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
-            )
-            return "  ".join(cells).rstrip()
-
-        rule = "  ".join("-" * w for w in widths)
-        return "\n".join([text(head), rule, *map(text, lines), rule, text(total)])
+        return aligned([head, *lines, total], numeric={3, 4, 5})
 
     __repr__ = __str__
 
@@ -89,6 +79,8 @@ def _whitened_row(name: str, layer: WhitenedLayer, parameters: int) -> Row:
     groups, features = layer.sites[0].layout.groups, [site.layout.features for site in layer.sites]
     size = "/".join(map(str, dict.fromkeys(features))) + (f" x {groups} groups" if groups > 1 else "")
     note = "" if all(site.whitening is not None for site in layer.sites) else "identity until the first refresh"
+    if any(site.dropping is not None for site in layer.sites):
+        note = "; ".join(filter(None, (note, "spectral dropout")))
     if open_window:
         note = "; ".join(filter(None, (note, "gathering statistics")))
     if not any(p.requires_grad for p in layer._parameters.values() if p is not None):

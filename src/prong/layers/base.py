@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from prong.drift import Drift, whitened_rows
 from prong.gradients import Gain, OutputGradients
+from prong.layers.dropping import Dropping, with_dropped_directions
 from prong.layers.layout import Layout
 from prong.layers.natural import Operation, Switch, in_transform, natural, naturalize
 from prong.precision import full_precision
@@ -64,6 +65,7 @@ class Site:
         outputs: where gradients with respect to the outputs are gathered, for gradient whitening.
         drift: where changes of the inputs since the last refresh are watched, with an automatic period.
         gain: what backward passes multiply steps by, with `balance` in the implicit form.
+        dropping: how often its directions are dropped in training, with spectral dropout.
         fixed_bias: whether the optimizer does not hold the bias, so that nothing can absorb a mean.
         label: the full name, for messages.
         training_only: whether forwards in eval mode are left out of the statistics.
@@ -80,6 +82,7 @@ class Site:
     outputs: OutputGradients | None = None
     drift: Drift | None = None
     gain: Gain | None = None
+    dropping: Dropping | None = None
     fixed_bias: bool = False
     label: str = ""
     training_only: bool = True
@@ -306,6 +309,15 @@ class Explicit(WhitenedLayer):
             assert W is not None
             return W, site.part(d)
         return site.unpacked(*to_canonical(*site.packed(V, d), site.whitening))
+
+    def drops(self, site: Site) -> bool:
+        """Whether this forward drops directions."""
+        return self.training and site.dropping is not None and site.whitening is not None
+
+    def whitened(self, site: Site, h: Tensor, positions: int = 0) -> Tensor:
+        """The inputs U (h - c) with some of their directions dropped, for V and d to compute with."""
+        assert site.dropping is not None and site.whitening is not None
+        return with_dropped_directions(h, site.whitening, site.dropping, self.channels_at, positions)
 
     def canonical(self) -> dict[str, Tensor | None]:
         """The plain layer's parameters by name."""

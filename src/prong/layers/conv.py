@@ -196,37 +196,60 @@ class ExplicitConvolution(Explicit):
     bias = canonical_property("bias")
 
 
-class ExplicitConv1d(ExplicitConvolution, ConvKind, nn.Conv1d):
+class ExplicitConv(ExplicitConvolution, ConvKind):
+    """What the explicit convolutions share that are not transposed."""
+
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    def convolve(self, site: Site, h: Tensor) -> Tensor:  # noqa: D102
+        if not self.drops(site):
+            return super().convolve(site, h)
+        none = (0,) * len(self.kernel_size)
+        operation = Convolution(site.layout, self.stride, self.dilation, none, none)
+        return operation(self.whitened(site, self.pad(h), len(none)), *self.pair(site))
+
+
+class ExplicitConvTranspose(ExplicitConvolution, ConvTransposeKind):
+    """What the explicit transposed convolutions share."""
+
+    def convolve(self, site: Site, h: Tensor, operation: Convolution) -> Tensor:  # noqa: D102
+        if not self.drops(site):
+            return super().convolve(site, h, operation)
+        return operation(self.whitened(site, h, len(self.kernel_size)), *self.pair(site))
+
+
+class ExplicitConv1d(ExplicitConv, nn.Conv1d):
     """nn.Conv1d in whitened coordinates."""
 
     plain = nn.Conv1d
 
 
-class ExplicitConv2d(ExplicitConvolution, ConvKind, nn.Conv2d):
+class ExplicitConv2d(ExplicitConv, nn.Conv2d):
     """nn.Conv2d in whitened coordinates."""
 
     plain = nn.Conv2d
 
 
-class ExplicitConv3d(ExplicitConvolution, ConvKind, nn.Conv3d):
+class ExplicitConv3d(ExplicitConv, nn.Conv3d):
     """nn.Conv3d in whitened coordinates."""
 
     plain = nn.Conv3d
 
 
-class ExplicitConvTranspose1d(ExplicitConvolution, ConvTransposeKind, nn.ConvTranspose1d):
+class ExplicitConvTranspose1d(ExplicitConvTranspose, nn.ConvTranspose1d):
     """nn.ConvTranspose1d in whitened coordinates."""
 
     plain = nn.ConvTranspose1d
 
 
-class ExplicitConvTranspose2d(ExplicitConvolution, ConvTransposeKind, nn.ConvTranspose2d):
+class ExplicitConvTranspose2d(ExplicitConvTranspose, nn.ConvTranspose2d):
     """nn.ConvTranspose2d in whitened coordinates."""
 
     plain = nn.ConvTranspose2d
 
 
-class ExplicitConvTranspose3d(ExplicitConvolution, ConvTransposeKind, nn.ConvTranspose3d):
+class ExplicitConvTranspose3d(ExplicitConvTranspose, nn.ConvTranspose3d):
     """nn.ConvTranspose3d in whitened coordinates."""
 
     plain = nn.ConvTranspose3d

@@ -34,6 +34,8 @@ class ExplicitLinear(Explicit, nn.Linear):
         (site,) = self.sites
         self.observe(site, h)
         V, d = self.pair(site)
+        if self.drops(site):
+            return self.watch(site, F.linear(self.whitened(site, h), V, d))
         if site.whitening is not None and h.numel() // max(h.shape[-1], 1) < V.shape[0]:
             # Fewer rows than outputs: whitening the activations costs less than forming W = V U.
             assert site.whitening.U is not None
