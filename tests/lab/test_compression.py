@@ -8,6 +8,7 @@ from statistics import mean, stdev
 
 import pytest
 import torch
+from matplotlib.image import imread
 from torch import nn
 
 from prong.lab.compression import RULES, Setup, absorb_means_, classifier, compare, evaluate, main, table
@@ -42,9 +43,9 @@ def test_absorbed_means_are_those_of_the_given_network():
     torch.testing.assert_close(small(h).mean(0), model(h).mean(0))
 
 
-def test_the_command_writes_a_record(mnist, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    main(tmp_path / "record.json", seeds=(0, 1), setup=TINY)
+def test_the_command_writes_a_record_and_a_picture(mnist, tmp_path, capsys):
+    main(tmp_path / "record.json", tmp_path / "plot.png", seeds=(0, 1), setup=TINY)
+    assert imread(tmp_path / "plot.png").ndim == 3
     record = json.loads((tmp_path / "record.json").read_text())
     assert {"config", "commit", "environment", "rows"} <= set(record)
     assert len(record["rows"]) == 2 * (1 + len(TINY.shares) * len(RULES))

@@ -122,6 +122,11 @@ PRONG = Group(
                 "prong conditioning --seeds 0 --width 16 --updates 100",
             ),
         ),
+        "compression": Command(
+            "prong.lab.compression:main",
+            "A trained classifier at a share of its size, by several rules.",
+            ("prong compression --json results/compression.json --plot compression.png",),
+        ),
         "bench": BENCH,
     },
 )

