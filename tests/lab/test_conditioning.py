@@ -12,6 +12,7 @@ from matplotlib.image import imread
 
 import prong
 from prong.lab import conditioning
+from prong.lab.bench.sheets import as_markdown
 from prong.lab.conditioning import Setting, block, build, main, picture, reductions, reparametrised, sheet, shrunk
 from tests.lab.digits import contents, write_files
 
@@ -98,3 +99,10 @@ def test_a_run_that_diverges_says_when(folder: Path, monkeypatch: pytest.MonkeyP
 def test_what_cannot_work_is_said(options: dict[str, Any], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         main(**options)
+
+
+def test_the_page_shows_what_was_recorded() -> None:
+    root = Path(__file__).parents[2]
+    record = json.loads((root / "results" / "conditioning.json").read_text())
+    assert as_markdown(sheet(record)) in (root / "docs" / "fisher.md").read_text()
+    assert min(reductions(record)) > 0.95, "the paper's claim"
