@@ -16,7 +16,7 @@ import torch
 from matplotlib.image import imread
 from rich.console import Console
 
-from prong.lab.bench import compiled, document, options, refresh, scaling, spaces, step_cost
+from prong.lab.bench import compiled, document, options, refresh, scaling, spaces, step_cost, watching
 from prong.lab.bench.contest import SETTINGS
 from prong.lab.terminal import progress
 from tests.lab.digits import contents, write_files
@@ -27,6 +27,7 @@ COMMANDS = {
     "refresh": "--max-width 128 --samples 100 --batch 32 --repetitions 2",
     "spaces": "--width 16 --channels 8 --map-size 4 --repetitions 2",
     "options": "--options cutoff=1 period=auto --updates 2 --seeds 0",
+    "watching": "--batches 8 --repetitions 2 --block 1",
     "scaling": "--depths 1 2 --widths 8 16 --batches 4 8 --samples 16 --repetitions 2 --block 2",
 }
 
@@ -143,6 +144,15 @@ def test_a_run_of_options_that_was_stopped_goes_on(runs: Runs, tmp_path: Path) -
             options.main(options=("cutoff=1",), updates=3, seeds=(0,), json=path)
 
 
+def test_watching_prints_and_records_every_kind(runs: Runs) -> None:
+    (entry,) = runs.record("watching")["times"]
+    assert list(entry["ms"]) == list(watching.KINDS) and all(len(times) == 2 for times in entry["ms"].values())
+    ms = {kind: [100.0] for kind in watching.KINDS} | {"measured": [350.0]}
+    (table,) = watching.sheets({"config": {"repetitions": 1, "data": "digits"}, "times": [{"batch": 8, "ms": ms}]})
+    assert list(table.rows[0]) == ["8", "100", "+0.00", "+2.50", "+0.00"]
+    assert "what a monitor adds" in runs.printed["watching"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
@@ -243,6 +253,7 @@ def test_a_page_that_cannot_be_filled_is_an_error_and_stays(runs: Runs, tmp_path
         (options.main, {"updates": 0}, "--updates is at least 1"),
         (options.main, {"options": ("cutoff=2",)}, "--options knows no 'cutoff=2'"),
         (options.main, {"seeds": ()}, "--options and --seeds name one or more"),
+        (watching.main, {"batches": ()}, "--batches are one or more"),
         (compiled.main, {"block": 0}, "--block is at least 1"),
         (compiled.main, {"methods": ("Sgd",)}, "--methods knows no 'Sgd'"),
         (refresh.main, {"max_width": 63}, "--max-width is at least 64, got 63"),

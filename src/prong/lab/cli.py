@@ -83,6 +83,11 @@ BENCH = Group(
             "What torch.compile makes of an update.",
             ("prong bench compiled --json results/compiled.json", "prong bench compiled --methods PRONG --batch 64"),
         ),
+        "watching": Command(
+            "prong.lab.bench.watching:main",
+            "What a measurement of prong.monitor costs, in updates.",
+            ("prong bench watching --json results/watching.json", "prong bench watching --batches 128"),
+        ),
         "options": Command(
             "prong.lab.bench.options:main",
             "What PRONG's options do to learning, one changed at a time.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -82,7 +82,7 @@ def main(
     present(console, sheets(record), json)
 
 
-def _drawing(entrant: Contestant, block: int) -> Any:
+def _drawing(entrant: Contestant, block: int) -> Callable[[], None]:
     return lambda: entrant.draw(block)
 
 

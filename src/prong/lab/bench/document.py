@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prong.lab.bench import compiled, options, refresh, scaling, spaces, standings, step_cost
+from prong.lab.bench import compiled, options, refresh, scaling, spaces, standings, step_cost, watching
 from prong.lab.bench.sheets import Sheet, as_markdown, origin
 from prong.lab.terminal import make_console
 
@@ -39,6 +39,7 @@ SECTIONS = (
     Section("scaling", scaling.sheets, scaling.picture, "prong bench scaling --json results/scaling.json"),
     Section("spaces", spaces.sheets, None, "prong bench spaces --json results/spaces.json"),
     Section("compiled", compiled.sheets, None, "prong bench compiled --json results/compiled.json"),
+    Section("watching", watching.sheets, None, "prong bench watching --json results/watching.json"),
     Section("options", options.sheets, None, "prong bench options --json results/options.json"),
     Section("race", standings.sheets, standings.picture, "prong bench race --json results/race.json --workers 2"),
 )
