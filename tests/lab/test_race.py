@@ -124,15 +124,17 @@ def test_caps_are_the_updates_that_fit_and_runs_end_at_the_last_threshold_or_the
 
 
 def test_no_trial_goes_on_when_it_cannot_win(finished: Path) -> None:
-    stopped = []
+    stopped = 0
     for entry in read(finished)["contestants"].values():
-        best = entry["cap"]
+        whole = best = RULES.trial_updates(entry["cap"])
         for trial in entry["trials"]:
             details = trial["details"]
             assert details["updates"] <= max(best, RULES.every)
-            stopped += [details["updates"] == max(best, RULES.every)] if details["stopped"] else []
+            if details["stopped"]:
+                assert details["updates"] in (max(best, RULES.every), *RULES.hurdles_at(whole))
+                stopped += 1
             best = min(best, details["updates"]) if details["reached"] else best
-    assert stopped and all(stopped)
+    assert stopped
 
 
 def test_the_result_is_in_the_record(finished: Path) -> None:
@@ -228,26 +230,26 @@ def test_the_value_of_a_trial(
 def test_a_trial_behind_the_best_at_the_hurdle_is_given_up(folder: Path) -> None:
     problem, contestant = Problem(tiny_autoencoder, folder), Contestant("SGD", "standard")
     rules = replace(RULES, target=0.001)
-    trial = partial(time_trial, problem, contestant, rules, 40, {"lr": 1e-4})
+    trial = partial(time_trial, problem, contestant, rules, 80, {"lr": 1e-4})
     whole = trial(None)
-    at = rules.hurdle_at(40)
-    assert rules.every <= at < 40 and at % rules.every == 0
-    assert whole.details["updates"] == 40 and whole.details["hurdle_error"] is not None
+    assert whole.details["updates"] == 40 and rules.hurdles_at(40) == [5, 10, 20]
+    assert [at for at, _ in whole.details["hurdles"]] == [5, 10, 20]
 
-    def after(hurdle_error: float) -> Trial:
-        return trial(replace(whole, details={**whole.details, "hurdle_error": hurdle_error}))
+    def after(factor: float) -> Trial:
+        hurdles = [(at, error * (factor if at == 10 else 1)) for at, error in whole.details["hurdles"]]
+        return trial(replace(whole, details={**whole.details, "hurdles": hurdles}))
 
-    level = after(whole.details["hurdle_error"])
-    assert level.details["updates"] == 40 and level.value == whole.value, "not behind"
-    behind = after(whole.details["hurdle_error"] - 1e-6)
-    assert behind.details["updates"] == at and behind.details["stopped"] and behind.failure is None
+    for factor in (1.0, 1.01 / rules.behind):
+        assert after(factor).details["updates"] == 40 and after(factor).value == whole.value, "not far behind"
+    behind = after(0.99 / rules.behind)
+    assert behind.details["updates"] == 10 and behind.details["stopped"] and behind.failure is None
     assert behind.value > whole.value
 
 
 def test_a_trial_that_diverges_is_recorded_and_not_dropped(folder: Path) -> None:
     problem = Problem(tiny_autoencoder, folder)
     contestant = Contestant("SGD", "standard")
-    trial = time_trial(problem, contestant, RULES, 50, {"lr": 1e38}, None)
+    trial = time_trial(problem, contestant, RULES, 100, {"lr": 1e38}, None)
     untrained = problem.run(contestant, SETTINGS, RULES.plan(5, seed=1, until=1000.0)).first_error
     assert trial.failure is not None and trial.failure.startswith("diverged at update")
     assert trial.value == pytest.approx(50 * (1 + untrained / RULES.target))

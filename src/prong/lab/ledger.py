@@ -87,17 +87,19 @@ def time_trial(
 ) -> Trial:
     """A run to the target, given up early where it is not going to win.
 
-    That is when it has made as many updates as the best so far needed, or when it is behind the best at the hurdle.
+    That is when it has made as many updates as the best so far needed, or when it is behind the best at a hurdle.
     """
-    limit, hurdle, at = cap, None, rules.hurdle_at(cap)
-    if best is not None and best.details["reached"]:
-        limit = max(rules.every, int(best.value))
-    if best is not None and best.details["hurdle_error"] is not None:
-        hurdle = at, best.details["hurdle_error"]
-    run = problem.run(contestant, settings, rules.plan(limit, TUNING_SEED, rules.target, hurdle))
+    cap = limit = rules.trial_updates(cap)
+    places = rules.hurdles_at(cap)
+    hurdles: dict[int, float] = {}
+    if best is not None:
+        if best.details["reached"]:
+            limit = max(rules.every, int(best.value))
+        hurdles = {at: rules.behind * error for at, error in best.details["hurdles"] if at < limit}
+    run = problem.run(contestant, settings, rules.plan(limit, TUNING_SEED, rules.target, hurdles))
     trial = judged(settings, run, rules.target, cap)
-    passed = next((row.train_error for row in run.rows if row.update == at), None)
-    return replace(trial, details={**trial.details, "hurdle_error": passed})
+    passed = [(row.update, row.train_error) for row in run.rows if row.update in places]
+    return replace(trial, details={**trial.details, "hurdles": passed})
 
 
 def judged(settings: Settings, run: Run, target: float, cap: int) -> Trial:

@@ -49,8 +49,8 @@ def race(
         methods: who takes part.
         initialisations: of each method.
         thresholds: squared errors per digit, on 1,000 of the training digits.
-        trials: of every method from every initialisation, with seed 1, to choose its settings. One that is behind the
-            best after a third of the cap is given up.
+        trials: of every method from every initialisation, with seed 1, to choose its settings. They may take half of
+            the cap, and are given up where they are behind the best.
         seeds: of the runs that count.
         cap: seconds that a run may take, at the measured cost of its updates.
         target: the error to which the trials race.

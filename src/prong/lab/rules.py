@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from prong.lab.training import Plan
 from prong.lab.tuning import SPACE
 
 TUNING_SEED = 1
+NONE: Mapping[int, float] = {}
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,9 @@ class Rules:
     """What everybody has to keep to; `race` says what each means, and training.Plan the last but one.
 
     Attributes:
-        hurdle: the part of the cap after which a trial that is behind the best one at that point is given up.
+        trial_cap: the part of the cap that a trial may take.
+        hurdles: parts of that, after which a trial is given up if it is behind the best one at that point.
+        behind: it is, if its error is more than so many times as large.
     """
 
     methods: tuple[str, ...]
@@ -37,7 +40,9 @@ class Rules:
     batch: int = 128
     evaluated: int = 1000
     warm_up: int = 50
-    hurdle: float = 1 / 3
+    trial_cap: float = 0.5
+    hurdles: tuple[float, ...] = (1 / 8, 1 / 4, 1 / 2)
+    behind: float = 1.25
 
     def contestants(self) -> dict[str, Contestant]:
         """By name."""
@@ -46,17 +51,24 @@ class Rules:
 
     def updates(self, pace: Pace) -> int:
         """How many fit under the cap, in whole evaluations."""
-        return self.every * max(1, int(1000 * self.cap / pace.milliseconds / self.every))
+        return self._whole(1000 * self.cap / pace.milliseconds)
 
-    def hurdle_at(self, cap: int) -> int:
-        """The update of the evaluation that decides whether a trial goes on."""
-        return self.every * math.ceil(self.hurdle * cap / self.every)
+    def trial_updates(self, cap: int) -> int:
+        """How many a trial may make, of those under the cap."""
+        return self._whole(self.trial_cap * cap)
 
-    def plan(self, updates: int, seed: int, until: float, hurdle: tuple[int, float] | None = None) -> Plan:
+    def hurdles_at(self, updates: int) -> list[int]:
+        """The updates at which it is decided whether a trial goes on."""
+        return sorted({self._whole(part * updates) for part in self.hurdles} - {updates})
+
+    def _whole(self, updates: float) -> int:
+        return self.every * max(1, int(updates / self.every))
+
+    def plan(self, updates: int, seed: int, until: float, hurdles: Mapping[int, float] = NONE) -> Plan:
         """Warm-up, then a constant rate; an error after every so many updates."""
         evaluations = updates // self.every
         plan = Plan(updates, seed, self.batch, self.warm_up, evaluations, self.evaluated, decay=False, until=until)
-        return replace(plan, hurdle=hurdle)
+        return replace(plan, hurdles=hurdles)
 
     def config(self, problem: Problem) -> dict[str, Any]:
         """All that a record must agree on to be gone on with."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 
@@ -32,7 +32,7 @@ class Plan:
         evaluated: on how many examples of each set, spread evenly over it.
         decay: whether the learning rate falls to zero over the last half of all updates, or stays.
         until: training ends where the training error is measured to be no larger than this.
-        hurdle: an update and a training error; training ends there if the error measured is larger.
+        hurdles: training errors by update; training ends there if the error measured is larger.
     """
 
     updates: int
@@ -43,11 +43,11 @@ class Plan:
     evaluated: int = 2000
     decay: bool = True
     until: float = 0.0
-    hurdle: tuple[int, float] | None = None
+    hurdles: Mapping[int, float] = field(default_factory=dict)
 
     def ends(self, row: Row) -> bool:
         """Whether nothing comes after what was measured."""
-        failed = self.hurdle is not None and row.update == self.hurdle[0] and row.train_error > self.hurdle[1]
+        failed = row.train_error > self.hurdles.get(row.update, math.inf)
         return row.update >= self.updates or row.train_error <= self.until or failed
 
     def rate(self, update: int) -> float:
