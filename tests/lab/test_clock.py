@@ -11,7 +11,7 @@ from prong.lab import clock
 from prong.lab.clock import BLOCK, Pace, paces
 from prong.lab.contestants import Problem
 from prong.lab.methods import Schedule
-from prong.refresh import whitenings_of
+from prong.refresh import factorise
 from tests.lab.tiny import tiny_autoencoder
 
 
@@ -50,7 +50,7 @@ def test_methods_take_turns_and_a_counted_block_holds_one_refresh(
     def count_refresh(*arguments: object) -> object:
         nonlocal refreshes
         refreshes += 1
-        return whitenings_of(*arguments)
+        return factorise(*arguments)
 
     def watched(train: Callable[[clock._Lap], None]) -> Callable[[clock._Lap], None]:
         def block(lap: clock._Lap) -> None:
@@ -61,11 +61,11 @@ def test_methods_take_turns_and_a_counted_block_holds_one_refresh(
 
         return block
 
-    monkeypatch.setattr("prong.schedule.whitenings_of", count_refresh)
+    monkeypatch.setattr("prong.schedule.factorise", count_refresh)
     monkeypatch.setattr(clock._Lap, "train", watched(clock._Lap.train))
     paces(["PRONG", "SGD"], problem, batch=16, repetitions=2)
     first, *counted = blocks[::2]
-    assert first == ("PRONG", 6), "after updates 1, 2, 4, 8, 16 and 30"
+    assert first == ("PRONG", 2), "after updates 16 and 30: before, little is new since the initialisation"
     assert counted == [("PRONG", 1)] * 3
     assert blocks[1::2] == [("SGD", 0)] * 4
 
