@@ -12,13 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import prong
 from prong import fisher
 from tests.cases import MODELS
 from tests.closeness import assert_close
-from tests.fisher_loops import BUILDERS, DISTRIBUTIONS, data_for, looped, whitened
+from tests.fisher_loops import BUILDERS, DISTRIBUTIONS, Largest, data_for, looped, whitened
 from tests.training import attentive, batches, mlp, train
 
 each_distribution = pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -396,19 +395,6 @@ def test_the_fisher_is_that_of_the_model_in_eval_mode():
 
 
 # Sizes -----------------------------------------------------------------------------------------------------------
-
-
-class Largest(TorchDispatchMode):
-    """The number of entries of the largest tensor that any operation returned."""
-
-    entries = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(x, torch.Tensor):
-                self.entries = max(self.entries, x.numel())
-        return result
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 16])

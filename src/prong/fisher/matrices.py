@@ -47,8 +47,8 @@ def dense(
         coordinates: "canonical" is W, b of every layer; "whitened" is V, d of whitened layers, canonical elsewhere.
         draws: estimate with so many labels per example, drawn from the model; the exact Fisher is the expectation.
         generator: where the draws come from.
-        chunk: how many examples are differentiated at once. Their gradients take chunk x outputs x size numbers; by
-            default they stay within 2^28 bytes.
+        chunk: how many examples are differentiated at once. They take chunk x outputs x (size + outputs) numbers; by
+            default these stay within 2^28 bytes.
         max_bytes: refuse a matrix that would take more.
         forward: how to run the model on a batch; default `model(batch)`, `model(batch[0])` or `model(**batch)`.
 
