@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from prong.estimation import Forward
 from prong.fisher.coordinates import Coordinates, joined
 from prong.fisher.outputs import each_exact_row
-from prong.fisher.snapshot import Snapshot, count_examples, pieces
+from prong.fisher.snapshot import Snapshot, count_examples, ordinary, pieces
 from prong.gradients import Distribution
 from prong.injection import check_count
 from prong.precision import accumulation_dtype
@@ -99,21 +99,22 @@ def factors(
             inputs do not have the examples as their first dimension.
     """
     check_count("chunk", chunk, 1)
-    snapshot = Snapshot(model, distribution, coordinates, [""], forward)
-    chosen = _choose(snapshot, layers)
-    sums: dict[str, tuple[Tensor, Tensor, int]] = {}
-    examples = 0
-    for batch in snapshot.batches(batches):
-        _check_inputs(snapshot, chosen, batch)
-        for piece in pieces(batch, chunk):
-            examples += count_examples(piece)
-            for name, (A, G, rows) in _of_piece(snapshot, chosen, piece).items():
-                before = sums.get(name)
-                sums[name] = (A, G, rows) if before is None else (A + before[0], G + before[1], rows + before[2])
-    missing = [name for name in chosen if name not in sums]
-    if layers is not None and missing:
-        raise ValueError(f"layer {missing[0]!r} is never called by the model, so it has no inputs of its own")
-    return {name: Factors(A / examples, G / rows, chosen[name].bias) for name, (A, G, rows) in sums.items()}
+    with ordinary():
+        snapshot = Snapshot(model, distribution, coordinates, [""], forward)
+        chosen = _choose(snapshot, layers)
+        sums: dict[str, tuple[Tensor, Tensor, int]] = {}
+        examples = 0
+        for batch in snapshot.batches(batches):
+            _check_inputs(snapshot, chosen, batch)
+            for piece in pieces(batch, chunk):
+                examples += count_examples(piece)
+                for name, (A, G, rows) in _of_piece(snapshot, chosen, piece).items():
+                    before = sums.get(name)
+                    sums[name] = (A, G, rows) if before is None else (A + before[0], G + before[1], rows + before[2])
+        missing = [name for name in chosen if name not in sums]
+        if layers is not None and missing:
+            raise ValueError(f"layer {missing[0]!r} is never called by the model, so it has no inputs of its own")
+        return {name: Factors(A / examples, G / rows, chosen[name].bias) for name, (A, G, rows) in sums.items()}
 
 
 @dataclass(frozen=True)

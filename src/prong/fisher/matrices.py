@@ -106,17 +106,17 @@ def _matrices(
     sizes = {name: s.stop - s.start for name, s in where.items()}
     dtype = accumulation_dtype(snapshot.like.dtype)
     _check_bytes(list(sizes.values()), dtype.itemsize, max_bytes)
-    found = {name: snapshot.like.new_zeros(size, size, dtype=dtype) for name, size in sizes.items()}
     examples = 0
     with snapshot.quiet():
+        found = {name: snapshot.like.new_zeros(size, size, dtype=dtype) for name, size in sizes.items()}
         for rows in _gradient_rows(snapshot, batches, draws, generator, chunk):
             examples += rows.shape[0]
             flat = rows.flatten(0, 1).to(dtype)
             for name, matrix in found.items():
                 part = flat[:, where[name]]
                 matrix.addmm_(part.mT, part)
-    for matrix in found.values():
-        matrix.div_(examples)
+        for matrix in found.values():
+            matrix.div_(examples)
     return found
 
 
