@@ -64,7 +64,8 @@ def test_coordinates_are_the_trained_ones() -> None:
 
 def test_the_table_tells_the_reduction_and_who_failed() -> None:
     def made(*conditions: float, failure: str | None = None) -> dict[str, Any]:
-        return {"rows": [{"update": i, "condition": c} for i, c in enumerate(conditions)], "failure": failure}
+        rows = [{"update": i, "condition": c, "below": round(100 / c)} for i, c in enumerate(conditions)]
+        return {"rows": rows, "failure": failure}
 
     runs = {
         "SGD": {"0": made(100.0, 90.0, 50.0)},
@@ -75,6 +76,7 @@ def test_the_table_tells_the_reduction_and_who_failed() -> None:
     table = sheet({"runs": runs, "config": config})
     assert [row[0] for row in table.rows] == ["SGD", "RMSprop", "PRONG"]
     assert list(table.rows[0][1:5]) == ["1e+02", "-", "50", "50.0 %"] and table.rows[2][2] == "2"
+    assert table.headings[5] == "below the floor" and [row[5] for row in table.rows] == ["2", "1", "100"]
     assert "diverged at update 1" in table.rows[1][-1] and "falls by 98.0 %" in table.note
     (axes,) = picture({"runs": runs, "config": config}).axes
     assert axes.get_xlabel() == "updates" and len(axes.lines) == 3
