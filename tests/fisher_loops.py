@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import prong
 from tests.training import batches, convnet, mlp
@@ -25,6 +27,19 @@ class Segmenter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.first(x[..., :4, :4]).tanh())
+
+
+class Largest(TorchDispatchMode):
+    """The number of entries of the largest tensor that any operation returned."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, Tensor):
+                self.entries = max(self.entries, x.numel())
+        return result
 
 
 def segmenter() -> nn.Module:

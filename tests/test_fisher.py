@@ -12,13 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import prong
 from prong import fisher
 from tests.cases import MODELS
 from tests.closeness import assert_close
-from tests.fisher_loops import BUILDERS, DISTRIBUTIONS, data_for, looped, whitened
+from tests.fisher_loops import BUILDERS, DISTRIBUTIONS, Largest, data_for, looped, whitened
 from tests.training import attentive, batches, mlp, train
 
 each_distribution = pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -290,6 +289,28 @@ def test_the_operator_keeps_the_model_of_its_time():
     assert torch.equal(operator @ v, before)
 
 
+def test_the_operator_says_what_it_cannot_differentiate():
+    class Rounded(torch.autograd.Function):
+        """Without a forward-mode derivative."""
+
+        @staticmethod
+        def forward(x):
+            return x.round()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    model = mlp()
+    operator = fisher.Operator(model, data_for(model), "gaussian", forward=lambda m, h: Rounded.apply(m(h)))
+    with pytest.raises(ValueError, match=r"cannot be differentiated with torch\.func"):
+        operator @ torch.zeros(operator.shape[0], dtype=torch.float64)
+
+
 # Another library -------------------------------------------------------------------------------------------------
 
 
@@ -372,6 +393,51 @@ def test_models_come_out_as_they_went_in(form):
     assert not model.head.switch.ordinary
 
 
+def results(model, x):
+    """Something of everything, for either coordinates."""
+    for coordinates in ("canonical", "whitened"):
+        yield fisher.dense(model, [x[:2], x[2:]], "categorical", coordinates=coordinates)
+        yield fisher.blocks(model, x, "categorical", coordinates=coordinates)["0"]
+        pairs = fisher.factors(model, [x[:2], x[2:]], "categorical", coordinates=coordinates)
+        yield from (pair.relative_error(torch.eye(len(pair.matrix())).double()) for pair in pairs.values())
+        operator = fisher.Operator(model, x, "categorical", coordinates=coordinates, chunk=4)
+        yield operator @ torch.ones(operator.shape[0], 2, dtype=torch.float64)
+        yield fisher.extreme_eigenvalues(operator, steps=10).largest
+
+
+@each_form
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_inference_mode_changes_nothing(form, made_inside):
+    plain = mlp()
+    model, x = whitened(plain, data_for(plain), form), data_for(plain)
+    expected = list(results(model, x))
+    with torch.inference_mode():
+        if made_inside:
+            model, x = copy.deepcopy(model), x.clone()
+            assert all(t.is_inference() for t in (x, *model.parameters(), model[0].sites[0].whitening.c))
+        found = list(results(model, x))
+        operator = fisher.Operator(model, x, "categorical")
+        v = torch.ones(operator.shape[0], dtype=torch.float64)
+    for a, b in zip(found, expected, strict=True):
+        assert_close(torch.as_tensor(a), torch.as_tensor(b), 1e-12)
+    assert_close(operator @ v, fisher.dense(model, x, "categorical") @ v, 1e-10)
+
+
+def test_backward_hooks_of_the_model_stay_and_do_not_run():
+    model = mlp()
+    x = data_for(model)
+    expected = list(results(model, x))
+    seen = []
+    model[2].register_full_backward_hook(lambda *_: seen.append("hook"))
+    model[2].register_full_backward_pre_hook(lambda *_: seen.append("pre-hook"))
+    model.register_full_backward_hook(lambda *_: seen.append("model"))
+    for a, b in zip(results(model, x), expected, strict=True):
+        assert_close(torch.as_tensor(a), torch.as_tensor(b), 1e-12)
+    assert not seen
+    model(x.requires_grad_()).sum().backward()
+    assert sorted(seen) == ["hook", "model", "pre-hook"]
+
+
 @each_form
 @pytest.mark.parametrize("gradients", [None, "categorical"])
 def test_looking_at_the_fisher_does_not_change_a_training_run(form, gradients):
@@ -396,19 +462,6 @@ def test_the_fisher_is_that_of_the_model_in_eval_mode():
 
 
 # Sizes -----------------------------------------------------------------------------------------------------------
-
-
-class Largest(TorchDispatchMode):
-    """The number of entries of the largest tensor that any operation returned."""
-
-    entries = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(x, torch.Tensor):
-                self.entries = max(self.entries, x.numel())
-        return result
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 16])

@@ -13,7 +13,7 @@ import prong
 from prong import fisher
 from tests.cases import MODELS, conv_specs
 from tests.closeness import assert_close
-from tests.fisher_loops import BUILDERS, DISTRIBUTIONS, data_for, losses, segmenter, whitened
+from tests.fisher_loops import BUILDERS, DISTRIBUTIONS, Largest, data_for, losses, segmenter, whitened
 from tests.training import mlp
 
 LINEAR = ["0", "2", "4"]
@@ -56,14 +56,14 @@ def looped_factors(model, name, x, distribution):
         if layer.bias is not None:
             parts = torch.cat([parts, torch.ones_like(parts[..., :1])], 2)
         A = A + torch.stack([sum(torch.outer(row, row) for row in part) for part in parts])
-        positions = len(seen)
+        positions += len(seen)
         for p, loss in losses(output, distribution):
             (delta,) = torch.autograd.grad(loss, z, retain_graph=True)
             rows = positions_of(delta, layer)
             rows = rows.reshape(len(rows), groups, -1).transpose(0, 1)
             G = G + p * torch.stack([sum(torch.outer(row, row) for row in part) for part in rows])
     handle.remove()
-    return A / len(x), G / (len(x) * positions)
+    return A / len(x), G / positions
 
 
 @each_distribution
@@ -76,6 +76,55 @@ def test_factors_are_means_over_examples_labels_and_positions(build, distributio
     for name, pair in found.items():
         A, G = looped_factors(model, name, x, distribution)
         assert_close((pair.A, pair.G), (A, G), 1e-10, scale=0)
+
+
+@each_distribution
+def test_batches_may_differ_in_their_number_of_positions(distribution):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    short, long = torch.randn(3, 2, 3).double(), torch.randn(2, 5, 3).double()
+    run = lambda m, h: m(h).transpose(1, 2)  # noqa: E731
+    found = [fisher.factors(model, list(b), distribution, forward=run) for b in ((short, long), (long, short))]
+    for name in ("0", "2"):
+        layered = nn.Sequential(*model, Transposed())
+        A, G = looped_factors(layered, name, [*short, *long], distribution)
+        for pair in (f[name] for f in found):
+            assert_close((pair.A[0], pair.G[0]), (A[0], G[0]), 1e-10, scale=0)
+
+
+class Transposed(nn.Module):
+    def forward(self, x):
+        return x.transpose(1, 2)
+
+
+class Constant(nn.Module):
+    """One layer sees a table of so many rows, the same for all examples."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.register_buffer("table", torch.randn(shape))
+        self.embed = nn.Linear(shape[-1], 2)
+        self.body = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.body(x) + self.embed(self.table).reshape(-1, 2).sum(0)
+
+
+@pytest.mark.parametrize("shape", [(2,), (1, 2), (4, 2), (8, 2), (1, 4, 2)])
+@pytest.mark.parametrize("chunk", [1, 3, 4, 128])
+def test_a_layer_whose_inputs_do_not_scale_with_the_batch_is_refused_by_name(shape, chunk):
+    model, x = Constant(*shape), torch.randn(4, 3)
+    with pytest.raises(ValueError, match=r"layer 'embed' sees inputs of shape .*blocks"):
+        fisher.factors(model, x, "gaussian", chunk=chunk)
+    assert list(fisher.factors(model, x, "gaussian", ["body"], chunk=chunk)) == ["body"]
+
+
+def test_no_more_than_one_row_of_output_gradients_is_made_at_a_time():
+    model = nn.Linear(2, 60)
+    for distribution in DISTRIBUTIONS:
+        with Largest() as largest:
+            fisher.factors(model, torch.randn(64, 2), distribution)
+        assert largest.entries == 64 * 60
 
 
 @settings(max_examples=25)

@@ -71,6 +71,16 @@ def test_what_has_no_such_spectrum_is_refused():
         fisher.spectrum(torch.eye(2), floor=1.0)
 
 
+def test_rounding_of_float32_in_a_float64_matrix_gets_the_floor_that_cures_it():
+    F = torch.diag(torch.tensor([1.0, 0.5, -1e-7])).double()
+    with pytest.raises(ValueError, match=r"float32.*floor=1e-5"):
+        fisher.spectrum(F)
+    assert fisher.spectrum(F, floor=1e-5).below == 1
+    with pytest.raises(ValueError, match="none below zero") as caught:
+        fisher.spectrum(torch.diag(torch.tensor([1.0, -0.1])))
+    assert "floor" not in str(caught.value)
+
+
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 @pytest.mark.parametrize("coordinates", ["canonical", "whitened"])
@@ -99,6 +109,35 @@ def test_lanczos_is_exact_when_it_runs_to_the_end(values, zeros, seed):
     found = fisher.extreme_eigenvalues(F, steps=len(F), tolerance=1e-12, floor=1e-8)
     assert found.largest == pytest.approx(max(values), rel=1e-6)
     assert found.smallest == pytest.approx(min(values), rel=1e-6)
+
+
+def test_one_eigenvalue_that_dominates_does_not_pass_for_both_ends():
+    found = fisher.extreme_eigenvalues(torch.diag(torch.tensor([1, 1e-4, 5e-5, 1e-6]).double()))
+    assert found.condition == pytest.approx(1e6, rel=1e-3)
+    assert all(found.converged)
+
+
+@settings(max_examples=50)
+@given(
+    size=st.integers(1, 20),
+    spread=st.floats(1, 4),
+    dominance=st.floats(0, 4),
+    zeros=st.integers(0, 5),
+    seed=st.integers(0, 999),
+)
+def test_what_has_converged_is_the_condition_of_a_random_spectrum(size, spread, dominance, zeros, seed):
+    draws = torch.rand(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    values = [10**dominance, *(10 ** (-spread * draws)).tolist()]  # one on top, the others even on a log scale
+    found = fisher.extreme_eigenvalues(matrix_with([*values, *[0.0] * zeros], seed), floor=1e-10)
+    assert all(found.converged)
+    assert found.condition == pytest.approx(max(values) / min(values), rel=0.02)
+
+
+def test_an_end_that_ran_out_of_steps_before_it_settled_has_not_converged():
+    F = matrix_with([1.0, 1e-6, 1e-7, 1e-8, 1e-9])
+    found = fisher.extreme_eigenvalues(F, steps=2)
+    assert found.converged == (False, False)
+    assert fisher.extreme_eigenvalues(F, steps=5).converged == (True, True)
 
 
 def test_the_largest_eigenvalue_comes_first_and_the_flags_tell_so():

@@ -64,7 +64,8 @@ def test_coordinates_are_the_trained_ones() -> None:
 
 def test_the_table_tells_the_reduction_and_who_failed() -> None:
     def made(*conditions: float, failure: str | None = None) -> dict[str, Any]:
-        return {"rows": [{"update": i, "condition": c} for i, c in enumerate(conditions)], "failure": failure}
+        rows = [{"update": i, "condition": c, "below": round(100 / c)} for i, c in enumerate(conditions)]
+        return {"rows": rows, "failure": failure}
 
     runs = {
         "SGD": {"0": made(100.0, 90.0, 50.0)},
@@ -75,6 +76,7 @@ def test_the_table_tells_the_reduction_and_who_failed() -> None:
     table = sheet({"runs": runs, "config": config})
     assert [row[0] for row in table.rows] == ["SGD", "RMSprop", "PRONG"]
     assert list(table.rows[0][1:5]) == ["1e+02", "-", "50", "50.0 %"] and table.rows[2][2] == "2"
+    assert table.headings[5] == "below the floor" and [row[5] for row in table.rows] == ["2", "1", "100"]
     assert "diverged at update 1" in table.rows[1][-1] and "falls by 98.0 %" in table.note
     (axes,) = picture({"runs": runs, "config": config}).axes
     assert axes.get_xlabel() == "updates" and len(axes.lines) == 3
@@ -106,3 +108,24 @@ def test_the_page_shows_what_was_recorded() -> None:
     record = json.loads((root / "results" / "conditioning.json").read_text())
     assert as_markdown(sheet(record)) in (root / "docs" / "fisher.md").read_text()
     assert min(reductions(record)) > 0.95, "the paper's claim"
+
+
+def test_the_numbers_in_the_text_of_the_page_are_those_of_the_record() -> None:
+    root = Path(__file__).parents[2]
+    runs = json.loads((root / "results" / "conditioning.json").read_text())["runs"]
+    rows = {name: [made["rows"] for made in seeds.values()] for name, seeds in runs.items()}
+
+    def late(name: str) -> list[float]:
+        return [r["condition"] for seed in rows[name] for r in seed if r["update"] >= 100]
+
+    def said(values: list[float]) -> str:
+        return " to ".join(f"{v:.1f}" if v < 10 else f"{v:,.0f}" for v in (min(values), max(values)))
+
+    fell = {name: [r[name == "PRONG"]["condition"] / r[-1]["condition"] for r in rows[name]] for name in rows}
+    better = {name: [a / b for a, b in zip(late(name), late("PRONG"), strict=True)] for name in ("SGD", "RMSprop")}
+    page = " ".join((root / "docs" / "fisher.md").read_text().split())
+    assert f"falls {said(fell['SGD'])} times with SGD and {said(fell['RMSprop'])} times with RMSprop" in page
+    assert f"it falls {said(fell['PRONG'])} times from the reparametrised start" in page
+    assert (
+        f"trains in by {said(better['SGD'])} times" in page and f"RMSprop's by {said(better['RMSprop'])} times" in page
+    )

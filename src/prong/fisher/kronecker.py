@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from prong.estimation import Forward
 from prong.fisher.coordinates import Coordinates, joined
-from prong.fisher.outputs import exact_rows
-from prong.fisher.snapshot import Snapshot, count_examples, pieces
+from prong.fisher.outputs import each_exact_row
+from prong.fisher.snapshot import Snapshot, count_examples, ordinary, pieces
 from prong.gradients import Distribution
 from prong.injection import check_count
 from prong.precision import accumulation_dtype
@@ -28,9 +28,10 @@ class Factors:
     """G (x) A, which stands for the Fisher block of a layer's weight and bias.
 
     The trained weight sees the inputs x (patches, for a convolution: channels times taps, in the order of the weight),
-    with a 1 appended where a bias is trained. With T positions to an example (1 for a linear layer on vectors)
+    with a 1 appended where a bias is trained. With T_n positions to example n (1 for a linear layer on vectors), which
+    may differ between batches,
 
-        A = 1/N sum_n sum_t x_t x_t^T            G = 1/(N T) sum_n sum_t E_y[delta_t delta_t^T]
+        A = 1/N sum_n sum_t x_t x_t^T            G = 1/(sum_n T_n) sum_n sum_t E_y[delta_t delta_t^T]
 
     delta being the gradient of the log-likelihood with respect to the layer's output, E_y the exact expectation over
     labels. In the row-by-row order of [W b], index (out, in), the block is approximated by kron(G, A); in the
@@ -94,26 +95,26 @@ def factors(
         forward: as in `dense`.
 
     Raises:
-        ValueError: a layer asked for by name that has no such factors, or one that is called more than once.
+        ValueError: a layer asked for by name that has no such factors, one that is called more than once, or one whose
+            inputs do not have the examples as their first dimension.
     """
     check_count("chunk", chunk, 1)
-    snapshot = Snapshot(model, distribution, coordinates, [""], forward)
-    chosen = _choose(snapshot, layers)
-    sums: dict[str, tuple[Tensor, Tensor, int]] = {}
-    examples = 0
-    for batch in snapshot.batches(batches):
-        for piece in pieces(batch, chunk):
-            examples += count_examples(piece)
-            for name, (A, G, positions) in _of_piece(snapshot, chosen, piece).items():
-                before = sums.get(name)
-                sums[name] = (A, G, positions) if before is None else (A + before[0], G + before[1], positions)
-    missing = [name for name in chosen if name not in sums]
-    if layers is not None and missing:
-        raise ValueError(f"layer {missing[0]!r} is never called by the model, so it has no inputs of its own")
-    return {
-        name: Factors(A / examples, G / (examples * positions), chosen[name].bias)
-        for name, (A, G, positions) in sums.items()
-    }
+    with ordinary():
+        snapshot = Snapshot(model, distribution, coordinates, [""], forward)
+        chosen = _choose(snapshot, layers)
+        sums: dict[str, tuple[Tensor, Tensor, int]] = {}
+        examples = 0
+        for batch in snapshot.batches(batches):
+            _check_inputs(snapshot, chosen, batch)
+            for piece in pieces(batch, chunk):
+                examples += count_examples(piece)
+                for name, (A, G, rows) in _of_piece(snapshot, chosen, piece).items():
+                    before = sums.get(name)
+                    sums[name] = (A, G, rows) if before is None else (A + before[0], G + before[1], rows + before[2])
+        missing = [name for name in chosen if name not in sums]
+        if layers is not None and missing:
+            raise ValueError(f"layer {missing[0]!r} is never called by the model, so it has no inputs of its own")
+        return {name: Factors(A / examples, G / rows, chosen[name].bias) for name, (A, G, rows) in sums.items()}
 
 
 @dataclass(frozen=True)
@@ -180,18 +181,17 @@ def _choose(snapshot: Snapshot, layers: Iterable[str] | None) -> dict[str, _Plac
 
 
 def _of_piece(snapshot: Snapshot, chosen: dict[str, _Place], piece: Any) -> dict[str, tuple[Tensor, Tensor, int]]:
-    """Sums of x x^T and of E[delta delta^T] over examples and positions, and the number of positions, by layer."""
-    with snapshot.quiet(), torch.enable_grad(), _listening(chosen) as calls:
+    """Sums of x x^T and of E[delta delta^T] over examples and positions, and the number of both, by layer."""
+    with snapshot.quiet(), torch.enable_grad(), _listening(chosen, count_examples(piece)) as calls:
         output = snapshot.checked_output(piece)
-        rows = exact_rows(output.detach(), snapshot.distribution)
         outputs = [z for _, z in calls.values()]
         found: dict[str, tuple[Tensor, Tensor, int]] = {}
         for name, (h, z) in calls.items():
             place, dtype = chosen[name], accumulation_dtype(z.dtype)
             x = place.inputs(h).to(dtype)
             G = x.new_zeros(place.groups, *[place.outputs(z).shape[-1]] * 2)
-            found[name] = (x.mT @ x, G, x.shape[1] // output.shape[0])
-        for row in rows.unbind(1) if outputs else ():
+            found[name] = (x.mT @ x, G, x.shape[1])
+        for row in each_exact_row(output.detach(), snapshot.distribution) if outputs else ():
             deltas = torch.autograd.grad(output, outputs, row, retain_graph=True, allow_unused=True)
             for name, delta in zip(calls, deltas, strict=True):
                 if delta is not None:
@@ -200,8 +200,15 @@ def _of_piece(snapshot: Snapshot, chosen: dict[str, _Place], piece: Any) -> dict
     return found
 
 
+def _check_inputs(snapshot: Snapshot, chosen: dict[str, _Place], batch: Any) -> None:
+    """Refuse layers that see as many rows whatever the examples: with one and with two this cannot be by chance."""
+    for few in range(1, min(2, count_examples(batch)) + 1):
+        with snapshot.quiet(), _listening(chosen, few):
+            snapshot.checked_output(next(pieces(batch, few)))
+
+
 @contextmanager
-def _listening(chosen: dict[str, _Place]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+def _listening(chosen: dict[str, _Place], examples: int) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """Inputs and outputs of every layer that is called, by name."""
     calls: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -215,6 +222,12 @@ def _listening(chosen: dict[str, _Place]) -> Iterator[dict[str, tuple[Tensor, Te
             h = args[0] if args else kwargs["input"]
             if not isinstance(place.module, nn.Linear) and h.dim() != len(place.module.kernel_size) + 2:
                 raise ValueError(f"layer {name!r} sees maps without examples; give it batches of maps")
+            if h.dim() < 2 or h.shape[0] != examples or z.numel() == 0:
+                raise ValueError(
+                    f"layer {name!r} sees inputs of shape {tuple(h.shape)} for {examples} examples. Kronecker factors "
+                    "are means over examples, the first dimension of a layer's inputs, and over positions. Name other "
+                    "layers, or take the exact block from prong.fisher.blocks."
+                )
             calls[name] = (h.detach(), z)
             return z.clone()  # what is done to it in place is not done to ours
 

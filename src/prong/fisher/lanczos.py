@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from prong.fisher.spectra import check_floor, default_floor
 from prong.injection import check_count
+
+FURTHER = 3  # steps for which an end must stay where it is
 
 
 class LinearMap(Protocol):
@@ -41,7 +44,7 @@ class Extremes:
         condition: their ratio.
         floor: relative to the largest eigenvalue.
         steps: products with the matrix that were made.
-        converged: whether (largest, smallest) passed the test of `extreme_eigenvalues`.
+        converged: whether (largest, smallest) passed the test of `extreme_eigenvalues`, which is evidence and no proof.
     """
 
     largest: float
@@ -64,13 +67,15 @@ def extreme_eigenvalues(
 
     Lanczos with full reorthogonalisation. It starts from F x with a random x, which has no part in the null space, so
     that the smallest nonzero eigenvalue is an end of the spectrum it sees. A Ritz value theta with the residual
-    ||F y - theta y|| = beta |s| has an eigenvalue within that distance; it has converged when
+    ||F y - theta y|| = beta |s| has an eigenvalue within that distance. An end of the spectrum has converged when
 
-        residual <= tolerance * theta
+        residual <= tolerance * theta    and    |theta - theta of the step before| <= tolerance * theta
 
-    and it ends when both ends have, or when the Krylov space is exhausted and all of them are exact. The largest comes
-    within tens of steps. The smallest may need as many as there are distinct eigenvalues, and a Ritz value that has
-    converged shows that there is an eigenvalue, not that there is none below it: `converged` then is no proof.
+    in each of the last three steps, or when the Krylov space is exhausted and all Ritz values are eigenvalues. It ends
+    when both ends have. The largest comes within tens of steps. The smallest may need as many as there are distinct
+    eigenvalues. `converged` shows that there is an eigenvalue near theta and that more products did not change it, not
+    that there is none beyond: one that is much smaller than all others, or one that lies between theta and a floor
+    inside a dense part of the spectrum, can be missed. To be more certain use a smaller `tolerance`.
 
     Memory: `steps` vectors. Arithmetic on the small tridiagonal matrix is in float64.
 
@@ -102,6 +107,7 @@ def extreme_eigenvalues(
     basis[0] = start / start.norm()
     alphas: list[float] = []
     betas: list[float] = []
+    history: list[_Ends] = []
     for k in range(steps):
         w = _product(matrix, basis[k])
         alphas.append(torch.dot(w, basis[k]).item())
@@ -109,12 +115,16 @@ def extreme_eigenvalues(
         for _ in range(2):  # once leaves errors of the size of what is subtracted
             w = w - known.mT @ (known @ w)
         beta = w.norm().item()
-        extremes = _extremes(alphas, betas, beta, floor, tolerance, matrix.dtype)
-        if all(extremes.converged) or k + 1 == steps:
+        ends = _ends(alphas, betas, beta, floor, matrix.dtype)
+        exhausted = k + 1 == size or beta <= (k + 1) * torch.finfo(matrix.dtype).eps * ends.values[0]
+        history.append(ends)
+        converged = (exhausted or _settled(history, 0, tolerance), exhausted or _settled(history, 1, tolerance))
+        if all(converged) or k + 1 == steps:
             break
         betas.append(beta)
         basis[k + 1] = w / beta
-    return extremes
+    largest, smallest = ends.values
+    return Extremes(largest, smallest, largest / smallest, floor, steps=len(alphas) + 1, converged=converged)
 
 
 def _product(matrix: LinearMap, v: Tensor) -> Tensor:
@@ -124,9 +134,15 @@ def _product(matrix: LinearMap, v: Tensor) -> Tensor:
     return product
 
 
-def _extremes(
-    alphas: list[float], betas: list[float], beta: float, floor: float, tolerance: float, dtype: torch.dtype
-) -> Extremes:
+@dataclass(frozen=True)
+class _Ends:
+    """The (largest, smallest) Ritz values of a step, and their residuals."""
+
+    values: tuple[float, float]
+    residuals: tuple[float, float]
+
+
+def _ends(alphas: list[float], betas: list[float], beta: float, floor: float, dtype: torch.dtype) -> _Ends:
     """The ends of the tridiagonal matrix with `alphas` on and `betas` beside its diagonal; `beta` is the next one."""
     beside = torch.tensor(betas, dtype=torch.float64)
     T = torch.diag(torch.tensor(alphas, dtype=torch.float64)) + torch.diag(beside, 1) + torch.diag(beside, -1)
@@ -134,18 +150,17 @@ def _extremes(
     largest, lowest = theta[-1].item(), theta[0].item()
     if lowest < -max(floor, default_floor(dtype)) * max(largest, -lowest):
         raise ValueError(f"this matrix has an eigenvalue below {lowest:.3g}, and a Fisher matrix has none below zero")
-    exhausted = beta <= len(alphas) * torch.finfo(dtype).eps * largest
     residuals = beta * S[-1].abs()
     above = int((theta > floor * largest).nonzero()[0])
-    smallest = theta[above].item()
-    return Extremes(
-        largest=largest,
-        smallest=smallest,
-        condition=largest / smallest,
-        floor=floor,
-        steps=len(alphas) + 1,
-        converged=(
-            bool(exhausted or residuals[-1] <= tolerance * largest),
-            bool(exhausted or residuals[above] <= tolerance * smallest),
-        ),
+    return _Ends((largest, theta[above].item()), (residuals[-1].item(), residuals[above].item()))
+
+
+def _settled(history: list[_Ends], end: int, tolerance: float) -> bool:
+    """Whether a Ritz value has had a small residual, and has hardly moved, for `FURTHER` steps."""
+    if len(history) <= FURTHER:
+        return False
+    return all(
+        now.residuals[end] <= tolerance * now.values[end]
+        and abs(now.values[end] - before.values[end]) <= tolerance * now.values[end]
+        for before, now in pairwise(history[-FURTHER - 1 :])
     )

@@ -47,8 +47,8 @@ def dense(
         coordinates: "canonical" is W, b of every layer; "whitened" is V, d of whitened layers, canonical elsewhere.
         draws: estimate with so many labels per example, drawn from the model; the exact Fisher is the expectation.
         generator: where the draws come from.
-        chunk: how many examples are differentiated at once. Their gradients take chunk x outputs x size numbers; by
-            default they stay within 2^28 bytes.
+        chunk: how many examples are differentiated at once. They take chunk x outputs x (size + outputs) numbers; by
+            default these stay within 2^28 bytes.
         max_bytes: refuse a matrix that would take more.
         forward: how to run the model on a batch; default `model(batch)`, `model(batch[0])` or `model(**batch)`.
 
@@ -106,17 +106,17 @@ def _matrices(
     sizes = {name: s.stop - s.start for name, s in where.items()}
     dtype = accumulation_dtype(snapshot.like.dtype)
     _check_bytes(list(sizes.values()), dtype.itemsize, max_bytes)
-    found = {name: snapshot.like.new_zeros(size, size, dtype=dtype) for name, size in sizes.items()}
     examples = 0
     with snapshot.quiet():
+        found = {name: snapshot.like.new_zeros(size, size, dtype=dtype) for name, size in sizes.items()}
         for rows in _gradient_rows(snapshot, batches, draws, generator, chunk):
             examples += rows.shape[0]
             flat = rows.flatten(0, 1).to(dtype)
             for name, matrix in found.items():
                 part = flat[:, where[name]]
                 matrix.addmm_(part.mT, part)
-    for matrix in found.values():
-        matrix.div_(examples)
+        for matrix in found.values():
+            matrix.div_(examples)
     return found
 
 

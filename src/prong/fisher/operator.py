@@ -12,7 +12,7 @@ from torch.func import jvp, vjp
 from prong.estimation import Forward
 from prong.fisher.coordinates import Coordinates
 from prong.fisher.outputs import times_output_fisher
-from prong.fisher.snapshot import Snapshot, count_examples, pieces
+from prong.fisher.snapshot import Snapshot, as_ordinary, count_examples, ordinary, pieces
 from prong.gradients import Distribution
 from prong.injection import check_count
 
@@ -21,8 +21,11 @@ class Operator:
     """The Fisher matrix F = 1/N sum_n J_n^T H_n J_n as a linear map: `operator @ v` for v (size,) or (size, k).
 
     A product is one forward-mode and one reverse-mode derivative for every chunk of examples: memory is that of a
-    training step on `chunk` examples. F is that of the model and of the batches at the time this is made: later
-    updates of the model are not seen. Arguments are as in `dense`.
+    training step on `chunk` examples. F is that of the model at the time this is made: later updates are not seen. The
+    batches are kept and not copied: what is done to them in place changes later products. Arguments are as in `dense`.
+
+    Raises:
+        ValueError: of a product, a model that torch.func cannot differentiate.
 
     Attributes:
         shape: (size, size).
@@ -43,7 +46,8 @@ class Operator:
     ) -> None:
         check_count("chunk", chunk, 1)
         self._snapshot = Snapshot(model, distribution, coordinates, [""], forward)
-        self._batches = list(self._snapshot.batches(batches))
+        with ordinary():
+            self._batches = list(self._snapshot.batches(batches))
         self._examples = sum(count_examples(batch) for batch in self._batches)
         self._chunk = chunk
         self.slices = self._snapshot.slices
@@ -63,13 +67,14 @@ class Operator:
             raise TypeError(f"this model is in {self.dtype}, the vector in {v.dtype}; convert it with v.to(...)")
         if v.dim() == 2:
             return torch.stack([self @ column for column in v.unbind(1)], dim=1) if v.shape[1] else torch.zeros_like(v)
-        product = torch.zeros_like(v)
         with self._snapshot.quiet():
-            direction = self._snapshot.push(v.detach())
+            v = as_ordinary(v.detach())
+            product = torch.zeros_like(v)
+            direction = self._snapshot.push(v)
             for batch in self._batches:
                 for piece in pieces(batch, self._chunk):
                     product += self._of_piece(piece, direction)
-        return product / self._examples
+            return product / self._examples
 
     def _of_piece(self, piece: Any, direction: dict[str, Tensor]) -> Tensor:
         """The sum of J_n^T H_n J_n v over the examples of a piece."""
@@ -78,9 +83,12 @@ class Operator:
         def output(parameters: dict[str, Tensor]) -> Tensor:
             return snapshot.output(parameters, piece)
 
-        with warnings.catch_warnings():  # torch's own forward mode is set up by means that it deprecates
-            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
-            z, tz = jvp(output, (snapshot.parameters,), (direction,))  # type: ignore[misc]
-        _, backward = vjp(output, snapshot.parameters)  # type: ignore[misc]
-        (gradients,) = backward(times_output_fisher(z, snapshot.distribution, tz))
+        try:
+            with warnings.catch_warnings():  # torch's own forward mode is set up by means that it deprecates
+                warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+                z, tz = jvp(output, (snapshot.parameters,), (direction,))  # type: ignore[misc]
+            _, backward = vjp(output, snapshot.parameters)  # type: ignore[misc]
+            (gradients,) = backward(times_output_fisher(z, snapshot.distribution, tz))
+        except RuntimeError as error:
+            raise ValueError(f"the model cannot be differentiated with torch.func: {error}") from error
         return snapshot.pull(gradients)

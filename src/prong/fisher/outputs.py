@@ -12,6 +12,7 @@ Outputs are (examples, ...); the log-likelihood of an example is the sum over it
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -42,6 +43,26 @@ def check_output(output: object, examples: int, distribution: Distribution) -> T
     return output
 
 
+def each_exact_row(output: Tensor, distribution: Distribution) -> Iterator[Tensor]:
+    """The rows of `exact_rows` one after the other, each shaped as the output."""
+    if distribution == "categorical":
+        p = output.softmax(1).flatten(2) if output.dim() > 2 else output.softmax(1).unsqueeze(2)
+        for y in range(p.shape[1]):
+            root = p[:, y].sqrt()
+            for t in range(p.shape[2]):
+                row = torch.zeros_like(p)
+                row[:, :, t] = -root[:, t : t + 1] * p[:, :, t]
+                row[:, y, t] = root[:, t] * (1 - p[:, y, t])
+                yield row.reshape(output.shape)
+        return
+    roots = (output.sigmoid() * (-output).sigmoid()).sqrt() if distribution == "bernoulli" else torch.ones_like(output)
+    roots = roots.flatten(1) if output.dim() > 1 else roots.unsqueeze(1)
+    for i in range(roots.shape[1]):
+        row = torch.zeros_like(roots)
+        row[:, i] = roots[:, i]
+        yield row.reshape(output.shape)
+
+
 def exact_rows(output: Tensor, distribution: Distribution) -> Tensor:
     """Rows s with sum_r s_r s_r^T = H for every example: (examples, rows, ...) for outputs (examples, ...).
 
@@ -52,17 +73,10 @@ def exact_rows(output: Tensor, distribution: Distribution) -> Tensor:
     There are as many rows as an example has outputs.
     """
     examples, size = output.shape[0], output[0].numel()
-    if distribution == "categorical":
-        p = output.softmax(1).flatten(2) if output.dim() > 2 else output.softmax(1).unsqueeze(2)
-        classes = p.shape[1]
-        identity = torch.eye(classes, dtype=p.dtype, device=p.device).view(1, classes, classes, 1)
-        scores = p.sqrt().unsqueeze(2) * (identity - p.unsqueeze(1))  # (examples, label, class, position)
-        rows = torch.diag_embed(scores).transpose(2, 3)  # (examples, label, position, class, position)
-    elif distribution == "bernoulli":
-        rows = torch.diag_embed((output.sigmoid() * (-output).sigmoid()).sqrt().reshape(examples, size))
-    else:
-        rows = torch.eye(size, dtype=output.dtype, device=output.device).expand(examples, -1, -1)
-    return rows.reshape(examples, size, *output.shape[1:])
+    rows = output.new_empty(examples, size, *output.shape[1:])
+    for i, row in enumerate(each_exact_row(output, distribution)):
+        rows[:, i] = row
+    return rows
 
 
 def sampled_rows(output: Tensor, distribution: Distribution, draws: int, generator: torch.Generator) -> Tensor:

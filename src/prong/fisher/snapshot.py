@@ -58,6 +58,12 @@ class Snapshot:
         check_coordinates(coordinates)
         self.distribution = distribution
         self._takes_pairs = forward is None
+        with ordinary():
+            self._take(model, coordinates, names, forward)
+
+    def _take(
+        self, model: nn.Module, coordinates: Coordinates, names: Iterable[str] | None, forward: Forward | None
+    ) -> None:
         self.caller = _Caller(plain_copy(model), forward or call_model)
         parameters = {name: p for name, p in self.caller.model.named_parameters() if p.is_floating_point()}
         maps = charts(model) if coordinates == "whitened" else []
@@ -114,11 +120,11 @@ class Snapshot:
         return mapped
 
     def batches(self, batches: Any) -> Iterator[Any]:
-        """What the model is called with, batch by batch: targets are left out."""
+        """What the model is called with, batch by batch: targets are left out. Tensors of inference mode are copied."""
         seen = False
         for batch in as_batches(batches):
             seen = True
-            yield inputs_of(batch) if self._takes_pairs else batch
+            yield _mapped(inputs_of(batch) if self._takes_pairs else batch, as_ordinary)
         if not seen:
             raise ValueError("there were no batches to take the Fisher over")
 
@@ -129,8 +135,20 @@ class Snapshot:
             yield
 
 
+@contextmanager
+def ordinary() -> Iterator[None]:
+    """Without inference mode, whose tensors cannot be differentiated, and without grad mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def as_ordinary(x: Tensor) -> Tensor:
+    """The tensor itself, or a copy of one that was made in inference mode; under `ordinary`."""
+    return x.clone() if x.is_inference() else x
+
+
 def plain_copy(model: nn.Module) -> nn.Module:
-    """A folded copy in eval mode.
+    """A folded copy in eval mode, without backward hooks: torch.func cannot run them, and nothing needs them.
 
     Raises:
         ValueError: a model whose output on an example depends on other examples, or of which no copy can be made.
@@ -147,7 +165,11 @@ def plain_copy(model: nn.Module) -> nn.Module:
         plain = copy.deepcopy(model)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"the Fisher is taken from a copy of the model, and none can be made: {error}") from error
-    return fold_(plain).eval()
+    fold_(plain)
+    for module in plain.modules():
+        module._backward_hooks.clear()
+        module._backward_pre_hooks.clear()
+    return plain.eval()
 
 
 def choose(trained: Mapping[str, str], names: Iterable[str] | None) -> dict[str, list[str]]:

@@ -60,7 +60,9 @@ def spectrum(matrix: Tensor, floor: float | None = None) -> Spectrum:
     largest = eigenvalues[0].item()
     lowest = eigenvalues[-1].item()
     if lowest < -max(floor, default_floor(matrix.dtype)) * max(largest, -lowest):
-        raise ValueError(f"the matrix has an eigenvalue of {lowest:.3g}, and a Fisher matrix has none below zero")
+        rounded = lowest >= -default_floor(torch.float32) * largest
+        cure = ". If it was computed in float32 this is rounding: pass floor=1e-5" if rounded else ""
+        raise ValueError(f"the matrix has an eigenvalue of {lowest:.3g}, and a Fisher matrix has none below zero{cure}")
     above = eigenvalues[eigenvalues > floor * largest] if largest > 0 else eigenvalues[:0]
     trace = eigenvalues.sum().item()
     return Spectrum(
