@@ -20,7 +20,7 @@ from prong.estimation import aside
 from prong.injection import SUPPORTED, check_count, check_model, site_name, whitened_sites
 from prong.layers import FORMS, WhitenedLayer, in_backward
 from prong.layers.natural import in_transform
-from prong.observation import Listener, Seen, as_whitened, inputs_of
+from prong.observation import Listener, Seen, as_whitened, tensors_given
 from prong.schedule import Refresher
 from prong.whitening import check_eps
 
@@ -74,7 +74,7 @@ class Monitor:
         optimizer: its optimizer, whose steps are counted.
         when: a number k for every k-th update, or the updates themselves, as a set or a range: `range(1, 10_000, 50)`.
         layers: names or patterns such as "encoder.*"; None takes all that can be whitened.
-        samples: at most so many rows of a layer's inputs per measurement, evenly spaced.
+        samples: at most so many rows of a layer's inputs per measurement, evenly spread over all that pass.
         window: so many updates, the chosen one the last, are looked at for one measurement: where a batch has fewer
             rows than layers have inputs.
         eps: damping for layers that are not whitened; others use their own.
@@ -172,30 +172,24 @@ class Monitor:
         if not all(site.training_only for _, site in whitened_sites(self.model).values()):
             return  # a forward that only gathers statistics for a refresh
         layer = module if isinstance(module, WhitenedLayer) else as_whitened(module)
-        for site, h in zip(layer.sites, inputs_of(layer, args, kwargs), strict=False):
+        for site, h in zip(layer.sites, tensors_given(layer, args, kwargs), strict=False):
             channels = site.layout.groups * site.layout.features
             if h.dim() < -layer.channels_at or h.shape[layer.channels_at] != channels:
                 return  # the layer is about to refuse this, in torch's words
             full_name = site_name(name, site)
             if full_name not in self._seen:
-                self._seen[full_name] = Seen(layer, site)
+                self._seen[full_name] = Seen(layer, site, self.samples)
             seen = self._seen[full_name]
             seen.whitening, seen.centred = site.whitening, layer.centred(site)
             seen.eps = layer.owner.eps if isinstance(layer.owner, Refresher) else self.eps
             with torch.inference_mode(False), torch.no_grad():
-                seen.add(layer.input_rows(site, h.detach()), self._room(seen))
-
-    def _room(self, seen: Seen) -> int:
-        """How many more rows to take in this update: each of a window has its share."""
-        return self.samples * (seen.updates + 1) // self.window - seen.rows
+                seen.add(layer.input_rows(site, h.detach()))
 
     def _after_step(self, *_: Any) -> None:
         found_inf = getattr(self.optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf) > 0:  # a fused step that GradScaler skipped
             return
         self.updates += 1
-        for seen in self._seen.values():
-            seen.updates += 1
         if self._is_chosen(self.updates):
             with torch.inference_mode(False), torch.no_grad():
                 self.rows.extend(self._measure(name, seen) for name, seen in self._seen.items() if seen.rows)
@@ -205,10 +199,10 @@ class Monitor:
             self._seen.clear()
 
     def _measure(self, name: str, seen: Seen) -> Row:
-        w, moments = seen.whitening, seen.moments
+        w, moments = seen.whitening, seen.moments()
         eps = seen.eps if w is None else w.eps
-        row = Row(self.updates, name, moments.mean.numel(), seen.rows, eps, (), math.nan, math.nan)
-        if not seen.finite:
+        row = Row(self.updates, name, seen.inputs, seen.rows, eps, (), math.nan, math.nan)
+        if moments is None:
             return row
         spectrum = input_spectrum(moments, seen.centred)
         row = replace(
