@@ -29,7 +29,11 @@ Callback = Callable[[nn.Module], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Row:
-    """One layer at one update. `prong.conditioning` has the formulas; Without finite inputs, numbers are NaN or None.
+    """One layer at one update. `prong.conditioning` has the formulas. Without finite inputs, numbers are NaN or None.
+
+    The drift is 0 for the inputs that the whitening came from, with two exceptions: a `cutoff` (a thin P) takes small
+    variances for zero, and PRONG+ rescales after every update. Compare it there with that of the first row after a
+    refresh, as there is no `chance`.
 
     Attributes:
         update: which update's forward was looked at; the first is 1.
@@ -41,7 +45,8 @@ class Row:
         condition: (lam_max + eps) / (lam_min + eps).
         condition_undamped: lam_max / lam_min, at most 1 / floor.
         drift: ||U (Sigma + eps I) U^T - I||_F / sqrt(inputs), Sigma about the whitening's centre; None if not whitened.
-        chance: the drift that so few rows would show if nothing had changed, were they independent and normal.
+        chance: the drift that so few rows would show if nothing had changed, were they independent and normal. None with a
+            thin P and with PRONG+.
         condition_whitened: the condition number of U (Sigma + eps I) U^T, what the optimizer sees.
     """
 
@@ -181,6 +186,7 @@ class Monitor:
                 self._seen[full_name] = Seen(layer, site, self.samples)
             seen = self._seen[full_name]
             seen.whitening, seen.centred = site.whitening, layer.centred(site)
+            seen.rescaled = site.spread is not None
             seen.eps = layer.owner.eps if isinstance(layer.owner, Refresher) else self.eps
             with torch.inference_mode(False), torch.no_grad():
                 seen.add(layer.input_rows(site, h.detach()))
@@ -214,7 +220,7 @@ class Monitor:
         if w is None:
             return row
         drift, chance = drift_from_white(moments, w)
-        row = replace(row, drift=drift, chance=chance)
+        row = replace(row, drift=drift, chance=None if seen.rescaled else chance)
         if not self.whitened_condition:
             return row
         return replace(row, condition_whitened=condition_number(whitened_spectrum(moments, w)))
