@@ -428,6 +428,23 @@ def test_what_is_left_alone_is_reported_with_its_reason():
         compress(model, x, variance=0.5, layers="depthwise")
 
 
+@pytest.mark.parametrize("form", [None, "implicit", "explicit"])
+def test_a_model_that_is_watched_is_compressed_and_the_result_has_no_hooks(form):
+    model = wide()
+    if form is not None:
+        prong.whiten_(model, form)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with prong.monitor.Monitor(model, optimizer, 1):
+        small, report = compress(model, inputs(), parameters=0.6)
+        twin = copy.deepcopy(model)
+        assert all(model[i]._forward_pre_hooks for i in (0, 2, 4)), "still watched"
+    again, _ = compress(twin, inputs(), layers=["2"], variance=0.5)
+    assert report["2"].plan == "outputs"
+    for module in (*small.modules(), *again.modules()):
+        hooks = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks)
+        assert not any(hooks)
+
+
 def test_attention_and_transformer_blocks_work_with_what_can_be_compressed():
     model = attentive()
     (x, _), *_ = batches(model, 1)

@@ -45,8 +45,8 @@ class Row:
         condition: (lam_max + eps) / (lam_min + eps).
         condition_undamped: lam_max / lam_min, at most 1 / floor.
         drift: ||U (Sigma + eps I) U^T - I||_F / sqrt(inputs), Sigma about the whitening's centre; None if not whitened.
-        chance: the drift that so few rows would show if nothing had changed, were they independent and normal. None with a
-            thin P and with PRONG+.
+        chance: the drift that so few rows would show if nothing had changed, were they independent and normal. None
+            with a thin P and with PRONG+.
         condition_whitened: the condition number of U (Sigma + eps I) U^T, what the optimizer sees.
     """
 

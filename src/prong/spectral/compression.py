@@ -12,7 +12,7 @@ from torch import nn
 from prong.estimation import Forward, as_batches
 from prong.injection import check_count, check_model, fold_
 from prong.spectral.allocation import ALLOCATIONS, Choice, Option, Options, keep_share, worthwhile
-from prong.spectral.candidates import Reasons, choose
+from prong.spectral.candidates import Reasons, choose, forget_observers_
 from prong.spectral.probing import Compressible, distances, probe
 from prong.spectral.replacement import Criterion, Subject, replace_
 from prong.spectral.report import Layer, Report
@@ -70,6 +70,7 @@ def compress(
         batches = list(batches)  # they are needed twice
     modes = {name: module.training for name, module in model.named_modules()}
     reference = fold_(copy.deepcopy(model)).eval()
+    forget_observers_(reference)
     chosen, countable, reasons = choose(reference, layers)
     moments, rows = probe(reference, countable, chosen, batches, samples, max_positions, forward)
     subjects: dict[str, Subject] = {}
