@@ -494,6 +494,61 @@ def test_bad_models_and_batches_are_refused():
         compress(wide(), inputs() * torch.nan, variance=0.9)
 
 
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [(inputs(1), "'0' stays whole.*fewer than two samples"), (inputs(1).repeat(9, 1), "do not vary")],
+)
+def test_a_budget_that_cannot_be_met_says_why_layers_stay_whole(x, message):
+    with pytest.raises(ValueError, match=message):
+        compress(wide(), x, parameters=0.5)
+
+
+def test_a_report_without_such_a_layer_names_those_there_are():
+    _, report = compress(wide(), inputs(), variance=0.9)
+    with pytest.raises(KeyError, match=r"'nope'.*'0', '2', '4'"):
+        report["nope"]
+
+
+class Reaching(nn.Module):
+    """Uses layers otherwise than by calling its children."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.last = nn.Linear(12, 12).double(), nn.Linear(12, 4).double()
+        self.plain = [self.first] if how == "list" else []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "weight":
+            x = x + self.first.weight.mean()
+        if self.how == "size":
+            x = x / self.first.out_features
+        return self.last((self.plain[0] if self.plain else self.first)(x).tanh())
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("list", "'first' is called 1 times, but what replaces it 0 times.*layers="),
+        ("weight", "'weight'.*Replaced were 'first'.*layers="),
+        ("size", "'out_features'.*Replaced were 'first'.*layers="),
+    ],
+)
+def test_models_that_use_a_replaced_layer_otherwise_than_by_calling_it_are_told(how, message):
+    torch.manual_seed(0)
+    model = Reaching(how)
+    with pytest.raises(ValueError, match=message):
+        compress(model, inputs(), variance=0.5)
+    small, _ = compress(model, inputs(), variance=0.5, layers="last")
+    assert isinstance(small.last, nn.Sequential)
+
+
+def test_an_expected_error_is_never_below_zero():
+    Sigma = torch.tensor([[1, 1 + 1e-12], [1 + 1e-12, 1]], dtype=torch.float64)  # not quite a covariance, by rounding
+    D = torch.tensor([[1.0, -1.0]]).double()
+    assert expected_error(D, None, torch.zeros(2), Sigma) == 0
+
+
 def test_half_precision_models_and_few_samples_work():
     model = mlp(dtype=torch.bfloat16)
     (x, _), *_ = batches(model, 1)
