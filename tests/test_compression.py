@@ -291,6 +291,30 @@ def test_expected_and_measured_errors_are_those_of_a_loop_over_examples():
     assert report.output_error > 1e-6
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["maps", "tokens"])
+def test_measured_errors_are_means_over_positions_too(kind):
+    torch.manual_seed(0)
+    if kind == "maps":
+        model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 8, 3, stride=2)).double()
+        x = torch.randn(12, 4, 7, 5).double()
+    else:
+        model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 10)).double()
+        x = inputs(60).view(12, 5, 12)
+    batches_of = [x[:5], x[5:]]
+    small, report = compress(model, batches_of, parameters=0.6, max_positions=None, allocation="equal")
+    h = g = x
+    for name, (layer, other) in enumerate(zip(model, small, strict=True)):
+        h, g = layer(h), other(g)
+        if str(name) in {"0", "2"}:
+            at = 1 if kind == "maps" else -1
+            z, its = (t.movedim(at, -1).flatten(0, -2) for t in (h, g))
+            variance = sum(float((row - z.mean(0)).square().sum()) for row in z) / len(z)
+            error = sum(float((a - b).square().sum()) for a, b in zip(z, its, strict=True)) / len(z)
+            assert report[str(name)].plan != "plain" and error > 1e-3 * variance
+            assert report[str(name)].measured == pytest.approx(error / variance, rel=1e-8)
+
+
 def test_layers_that_overwrite_their_inputs_change_no_measurement():
     measured = []
     for in_place in (False, True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import prong
 from prong.conditioning import (
@@ -403,6 +405,37 @@ def test_without_the_whitened_condition_the_rest_is_the_same():
         assert a.condition_whitened is not None and b.condition_whitened is None
 
 
+def test_collections_may_be_in_any_order_and_long_and_windows_fit_exactly():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for when in (range(0, 10**12, 3), [6, 3], {3, 6}, range(6, 0, -3), range(3, 4), ()):
+        with Monitor(model, optimizer, when, samples=1000, window=3) as monitor:
+            run(model, optimizer, batches(model, 6))
+        found = [(row.update, row.samples) for row in monitor.rows if row.layer == "0"]
+        assert found == [(update, 48) for update in (3, 6) if update in when]
+
+
+def test_spectra_need_not_be_kept():
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.05, eps=0.1, period=2)
+    whole, short = Monitor(model, optimizer, 2), Monitor(model, optimizer, 2, keep_spectrum=False)
+    run(model, optimizer, batches(model, 6))
+    for a, b in zip(whole.rows, short.rows, strict=True):
+        assert a.spectrum and replace(a, spectrum=()) == b
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_forwards_that_checkpointing_runs_again_are_not_looked_at_twice(reentrant):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    monitor = Monitor(model, optimizer, 1, samples=1000)
+    (x, y), *_ = batches(model, 1)
+    z = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
+    F.cross_entropy(z, y).backward()
+    optimizer.step()
+    assert [row.samples for row in monitor.rows] == [16] * 3
+
+
 def test_evaluation_and_refreshes_between_updates_are_not_looked_at():
     model = mlp()
     data = batches(model, 3)
@@ -489,6 +522,14 @@ def test_the_count_of_updates_can_be_set_where_a_run_is_resumed():
     [
         ({"when": 0}, ValueError, "when"),
         ({"when": "always"}, TypeError, "when"),
+        ({"when": torch.tensor(3)}, TypeError, "when"),
+        ({"when": torch.tensor([3, 6])}, TypeError, "when"),
+        ({"when": {1, 2.5}}, TypeError, "when"),
+        ({"when": {True}}, TypeError, "when"),
+        ({"when": {-1, 5}}, ValueError, "when"),
+        ({"when": {1, 2, 3}, "window": 40}, ValueError, "window of 40 .* 1 and 2"),
+        ({"when": [100, 1, 60], "window": 41}, ValueError, "window of 41 .* 60 and 100"),
+        ({"when": range(1, 10_000, 50), "window": 51}, ValueError, "window of 51 .* 1 and 51"),
         ({"layers": "nothing"}, ValueError, "no layer"),
         ({"samples": 1}, ValueError, "samples"),
         ({"window": 0}, ValueError, "window"),

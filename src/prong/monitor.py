@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from numbers import Real
+from itertools import pairwise
+from numbers import Integral, Real
 from typing import Any, Self
 
 import torch
@@ -41,7 +42,8 @@ class Row:
         inputs: how many inputs, over all groups.
         samples: rows looked at. With fewer than inputs, some eigenvalues are zero for want of samples.
         eps: damping: the whitening's, or the monitor's own where there is none.
-        spectrum: eigenvalues of the covariance Sigma (of E[h h^T] where nothing centres), largest first.
+        spectrum: eigenvalues of the covariance Sigma (of E[h h^T] where nothing centres), largest first; empty if not
+            kept.
         condition: (lam_max + eps) / (lam_min + eps).
         condition_undamped: lam_max / lam_min, at most 1 / floor.
         drift: ||U (Sigma + eps I) U^T - I||_F / sqrt(inputs), Sigma about the whitening's centre; None if not whitened.
@@ -81,10 +83,11 @@ class Monitor:
         layers: names or patterns such as "encoder.*"; None takes all that can be whitened.
         samples: at most so many rows of a layer's inputs per measurement, evenly spread over all that pass.
         window: so many updates, the chosen one the last, are looked at for one measurement: where a batch has fewer
-            rows than layers have inputs.
+            rows than layers have inputs. Measurements are at least as far apart.
         eps: damping for layers that are not whitened; others use their own.
         floor: eigenvalues below this fraction of the largest count as that, in the undamped condition number.
         whitened_condition: whether to find `condition_whitened`, an eigenproblem per layer and most of the cost.
+        keep_spectrum: whether rows keep every eigenvalue, most of their memory.
         callback: a function of the model that returns more numbers by name, such as the condition of a Fisher matrix.
             It is called after chosen updates, and cannot disturb gradients, buffers, random state or train/eval mode.
 
@@ -107,19 +110,15 @@ class Monitor:
         eps: float = 1e-2,
         floor: float = 1e-7,
         whitened_condition: bool = True,
+        keep_spectrum: bool = True,
         callback: Callback | None = None,
     ) -> None:
         check_model(model)
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if isinstance(when, int):
-            check_count("when", when, 1)
-        elif not isinstance(when, Collection) or isinstance(when, str):
-            raise TypeError(f"when is a number of updates, or a set or range of them; got {type(when).__name__}")
         check_count("samples", samples, 2)
         check_count("window", window, 1)
-        if isinstance(when, int) and window > when:
-            raise ValueError(f"a window of {window} updates does not fit between measurements every {when}")
+        _check_when(when, window)
         check_eps(eps)
         if not 0 < floor < 1:
             raise ValueError(f"floor is a fraction of the largest eigenvalue between 0 and 1, got {floor}")
@@ -129,6 +128,7 @@ class Monitor:
         self.model, self.optimizer = model, optimizer
         self.when, self.samples, self.window = when, samples, window
         self.eps, self.floor, self.whitened_condition, self.callback = eps, floor, whitened_condition, callback
+        self.keep_spectrum = keep_spectrum
         self.rows: list[Row] = []
         self.numbers: list[dict[str, float]] = []
         self.listening = False  # whether the update under way is looked at; compiled models are guarded by it
@@ -213,7 +213,7 @@ class Monitor:
         spectrum = input_spectrum(moments, seen.centred)
         row = replace(
             row,
-            spectrum=tuple(spectrum.tolist()),
+            spectrum=tuple(spectrum.tolist()) if self.keep_spectrum else (),
             condition=condition_number(spectrum, eps),
             condition_undamped=condition_number(spectrum, floor=self.floor),
         )
@@ -224,6 +224,26 @@ class Monitor:
         if not self.whitened_condition:
             return row
         return replace(row, condition_whitened=condition_number(whitened_spectrum(moments, w)))
+
+
+def _check_when(when: object, window: int) -> None:
+    """Refuse what are no updates, and windows that overlap."""
+    if isinstance(when, int):
+        check_count("when", when, 1)
+        if window > when:
+            raise ValueError(f"a window of {window} updates does not fit between measurements every {when}")
+        return
+    if not isinstance(when, Collection) or isinstance(when, str | bytes | Tensor):
+        raise TypeError(f"when is a number of updates, or a set or range of them; got {type(when).__name__}")
+    few = sorted([*when[:2], *when[-1:]]) if isinstance(when, range) else when  # of a range, enough to know all
+    for update in few:
+        if isinstance(update, bool) or not isinstance(update, Integral):
+            raise TypeError(f"when has whole numbers, got {type(update).__name__}")
+        if update < 0:
+            raise ValueError(f"when has updates from 1 on, got {update}")
+    for one, other in pairwise(sorted(set(few))):
+        if other - one < window:
+            raise ValueError(f"a window of {window} updates does not fit between measurements at {one} and {other}")
 
 
 def _choose(model: nn.Module, layers: str | Iterable[str] | None) -> dict[str, nn.Module]:
