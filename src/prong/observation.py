@@ -12,7 +12,7 @@ from prong.layers.base import Inputs
 from prong.statistics import Moments
 from prong.whitening import Whitening
 
-GOLDEN = 2654435769  # 2^32 times the golden ratio's fractional part, odd
+MIXERS = (2654435769, 2246822507, 3266489909)
 
 
 class Observer(Protocol):
@@ -47,8 +47,8 @@ class Listener:
 class Seen:
     """Some rows of a site's inputs, evenly spread over all that passed, and the whitening they met.
 
-    Row i of all that passed has the key `i phi mod 1` with phi the golden ratio, in whole numbers below 2^32. Rows with
-    the smallest keys count: they are evenly spaced, whatever calls, updates or sizes of maps all come in.
+    Row i of all that passed has a key, the bits of i mixed. The rows with the smallest keys count, which are the same
+    whatever calls they come in. Regular spacing would favour some positions of maps, or some examples.
     """
 
     def __init__(self, layer: WhitenedLayer, site: Site, samples: int) -> None:
@@ -76,7 +76,7 @@ class Seen:
     def add(self, inputs: Inputs) -> None:
         """Let rows and padded zeros pass, and keep copies of some rows."""
         total = inputs.rows.shape[1]
-        keys = (torch.arange(self._passed, self._passed + total) * GOLDEN) % 2**32
+        keys = _mixed(torch.arange(self._passed, self._passed + total))
         self._passed += total
         self._zeros += inputs.zeros
         if total > self._samples:
@@ -109,6 +109,13 @@ class Seen:
             return None
         moments.add_zeros(self._zeros * self.rows / self._passed)
         return moments
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Numbers below 2^32 in an order without pattern; different ones stay different."""
+    for factor in MIXERS:  # odd, so that each step can be undone
+        numbers = (numbers ^ (numbers >> 16)) * factor % 2**32
+    return numbers ^ (numbers >> 16)
 
 
 def as_whitened(module: nn.Module) -> WhitenedLayer:
