@@ -291,6 +291,30 @@ def test_expected_and_measured_errors_are_those_of_a_loop_over_examples():
     assert report.output_error > 1e-6
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["maps", "tokens"])
+def test_measured_errors_are_means_over_positions_too(kind):
+    torch.manual_seed(0)
+    if kind == "maps":
+        model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 8, 3, stride=2)).double()
+        x = torch.randn(12, 4, 7, 5).double()
+    else:
+        model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 10)).double()
+        x = inputs(60).view(12, 5, 12)
+    batches_of = [x[:5], x[5:]]
+    small, report = compress(model, batches_of, parameters=0.6, max_positions=None, allocation="equal")
+    h = g = x
+    for name, (layer, other) in enumerate(zip(model, small, strict=True)):
+        h, g = layer(h), other(g)
+        if str(name) in {"0", "2"}:
+            at = 1 if kind == "maps" else -1
+            z, its = (t.movedim(at, -1).flatten(0, -2) for t in (h, g))
+            variance = sum(float((row - z.mean(0)).square().sum()) for row in z) / len(z)
+            error = sum(float((a - b).square().sum()) for a, b in zip(z, its, strict=True)) / len(z)
+            assert report[str(name)].plan != "plain" and error > 1e-3 * variance
+            assert report[str(name)].measured == pytest.approx(error / variance, rel=1e-8)
+
+
 def test_layers_that_overwrite_their_inputs_change_no_measurement():
     measured = []
     for in_place in (False, True):
@@ -428,6 +452,23 @@ def test_what_is_left_alone_is_reported_with_its_reason():
         compress(model, x, variance=0.5, layers="depthwise")
 
 
+@pytest.mark.parametrize("form", [None, "implicit", "explicit"])
+def test_a_model_that_is_watched_is_compressed_and_the_result_has_no_hooks(form):
+    model = wide()
+    if form is not None:
+        prong.whiten_(model, form)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with prong.monitor.Monitor(model, optimizer, 1):
+        small, report = compress(model, inputs(), parameters=0.6)
+        twin = copy.deepcopy(model)
+        assert all(model[i]._forward_pre_hooks for i in (0, 2, 4)), "still watched"
+    again, _ = compress(twin, inputs(), layers=["2"], variance=0.5)
+    assert report["2"].plan == "outputs"
+    for module in (*small.modules(), *again.modules()):
+        hooks = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks)
+        assert not any(hooks)
+
+
 def test_attention_and_transformer_blocks_work_with_what_can_be_compressed():
     model = attentive()
     (x, _), *_ = batches(model, 1)
@@ -475,6 +516,61 @@ def test_bad_models_and_batches_are_refused():
         compress(wide(), inputs(features=3), variance=0.9)
     with pytest.raises(FloatingPointError, match=r"layer '0'.*NaN"):
         compress(wide(), inputs() * torch.nan, variance=0.9)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [(inputs(1), "'0' stays whole.*fewer than two samples"), (inputs(1).repeat(9, 1), "do not vary")],
+)
+def test_a_budget_that_cannot_be_met_says_why_layers_stay_whole(x, message):
+    with pytest.raises(ValueError, match=message):
+        compress(wide(), x, parameters=0.5)
+
+
+def test_a_report_without_such_a_layer_names_those_there_are():
+    _, report = compress(wide(), inputs(), variance=0.9)
+    with pytest.raises(KeyError, match=r"'nope'.*'0', '2', '4'"):
+        report["nope"]
+
+
+class Reaching(nn.Module):
+    """Uses layers otherwise than by calling its children."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.last = nn.Linear(12, 12).double(), nn.Linear(12, 4).double()
+        self.plain = [self.first] if how == "list" else []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "weight":
+            x = x + self.first.weight.mean()
+        if self.how == "size":
+            x = x / self.first.out_features
+        return self.last((self.plain[0] if self.plain else self.first)(x).tanh())
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("list", "'first' is called 1 times, but what replaces it 0 times.*layers="),
+        ("weight", "'weight'.*Replaced were 'first'.*layers="),
+        ("size", "'out_features'.*Replaced were 'first'.*layers="),
+    ],
+)
+def test_models_that_use_a_replaced_layer_otherwise_than_by_calling_it_are_told(how, message):
+    torch.manual_seed(0)
+    model = Reaching(how)
+    with pytest.raises(ValueError, match=message):
+        compress(model, inputs(), variance=0.5)
+    small, _ = compress(model, inputs(), variance=0.5, layers="last")
+    assert isinstance(small.last, nn.Sequential)
+
+
+def test_an_expected_error_is_never_below_zero():
+    Sigma = torch.tensor([[1, 1 + 1e-12], [1 + 1e-12, 1]], dtype=torch.float64)  # not quite a covariance, by rounding
+    D = torch.tensor([[1.0, -1.0]]).double()
+    assert expected_error(D, None, torch.zeros(2), Sigma) == 0
 
 
 def test_half_precision_models_and_few_samples_work():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -316,6 +318,26 @@ def test_what_is_no_potential_is_refused():
         mirror.square_root(torch.zeros(4, 4, dtype=DOUBLE))
     with pytest.raises(ValueError, match="4 entries"):
         mirror.to_dual(theta[:2], A)
+    for bad in (math.nan, math.inf):
+        broken = A.clone()
+        broken[1, 1] = bad
+        for function in (mirror.to_dual, mirror.to_primal, mirror.potential):
+            with pytest.raises(ValueError, match="NaN or infinite"):
+                function(theta, broken)
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            mirror.square_root(broken)
+    for shape in ((1,), (), (4, 1)):
+        with pytest.raises(ValueError, match="4 entries"):
+            mirror.mirror_step(theta, torch.ones(shape, dtype=DOUBLE), A, 0.1)
+        with pytest.raises(ValueError, match="4 entries"):
+            mirror.natural_step(torch.ones(shape, dtype=DOUBLE), theta, A, 0.1)
+        with pytest.raises(ValueError, match="4 entries"):
+            mirror.divergence(theta, torch.ones(shape, dtype=DOUBLE), A)
+    for steps, error in ((-1, ValueError), (1.0, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="steps"):
+            mirror.dual_descent(logistic, theta, A, 0.1, steps)
+    with pytest.raises(TypeError, match="first refresh"):
+        mirror.layer_factor(None)
     with pytest.raises(ValueError, match="P alone"):
         mirror.layer_factor(Whitening(None, 0.1, P=A[None]))
     with pytest.raises(ValueError, match="at least one tap"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import prong
 from prong.conditioning import (
@@ -20,7 +22,9 @@ from prong.conditioning import (
     input_spectrum,
     whitened_spectrum,
 )
+from prong.layers.base import Inputs
 from prong.monitor import Monitor
+from prong.observation import Seen, as_whitened
 from prong.statistics import Moments
 from prong.whitening import Whitening, whiten
 from tests.closeness import assert_close
@@ -119,6 +123,24 @@ def test_chance_is_the_drift_of_new_rows_when_nothing_has_changed(basis):
     found = [drift_from_white(moments(torch.randn(1, 30, 8, dtype=DOUBLE) @ mix), w) for _ in range(200)]
     squares = torch.tensor(found).square().mean(0)
     assert squares[0] / squares[1] == pytest.approx(1, rel=0.1)
+
+
+def test_a_thin_whitening_drifts_from_its_own_inputs_and_has_no_chance():
+    h = sample(200, 16)
+    h[..., 3:] *= 0.1
+    w = whiten(moments(h - h.mean(1, keepdim=True)), 0.5, None, cutoff=1.0)
+    assert w.tail > 0
+    drift, chance = drift_from_white(moments(h - h.mean(1, keepdim=True)), w)
+    assert drift > 1e-3 and chance is None
+
+
+def test_rows_of_a_rescaled_whitening_have_drift_but_no_chance():
+    for plus in (False, True):
+        model = mlp()
+        optimizer = prong.PRONG(model, 0.05, eps=0.1, period=2, plus=plus, form="explicit")
+        monitor = Monitor(model, optimizer, {4})
+        run(model, optimizer, batches(model, 4))
+        assert all(row.drift is not None and (row.chance is None) == plus for row in monitor.rows)
 
 
 def test_a_mean_that_has_moved_is_drift():
@@ -300,13 +322,82 @@ def test_at_most_samples_rows_are_looked_at_and_a_window_spreads_them_over_updat
     all_rows = Monitor(model, optimizer, 4, samples=1000, window=4)
     data = batches(model, 8)
     run(model, optimizer, data)
-    assert {row.samples for row in few.rows} == {8}, "every second of 16"
+    assert {row.samples for row in few.rows} == {10}
     assert {row.samples for row in wide.rows} == {12}
     assert {row.samples for row in all_rows.rows} == {64}
     x = torch.cat([x for x, _ in data[4:]])
     lam = torch.linalg.eigvalsh((x - x.mean(0)).mT @ (x - x.mean(0)) / 64).flip(0)
     row = next(row for row in all_rows.rows if row.update == 8 and row.layer == "0")
     assert_close(torch.tensor(row.spectrum, dtype=DOUBLE), lam)
+
+
+class Repeated(nn.Module):
+    """One layer, called several times on inputs that move from call to call."""
+
+    def __init__(self, calls: int = 10) -> None:
+        super().__init__()
+        self.calls, self.layer = calls, nn.Linear(6, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(self.layer(x + k) for k in range(self.calls))
+
+
+def test_calls_of_one_layer_in_one_update_count_alike():
+    model = Repeated()
+    x, y = batches(model, 1, size=400)[0]
+    prong.whiten_(model)
+    prong.refresh_(model, x, eps=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    few, everything = Monitor(model, optimizer, 1, samples=500), Monitor(model, optimizer, 1, samples=5000)
+    run(model, optimizer, [(x, y)])
+    assert (few.rows[0].samples, everything.rows[0].samples) == (500, 4000)
+    assert everything.rows[0].drift < 1e-8
+    assert few.rows[0].drift < 0.2 and few.rows[0].drift < 2 * few.rows[0].chance
+
+
+@settings(deadline=None, max_examples=40)
+@given(sizes=st.lists(st.integers(0, 90), min_size=1, max_size=12).filter(any), samples=st.integers(2, 40))
+def test_rows_looked_at_are_spread_evenly_whatever_calls_they_come_in(sizes, samples):
+    """No more than asked for, all if that is possible, and the same as in one call."""
+    layer = nn.Linear(1, 1).double()
+    total = sum(sizes)
+    rows = torch.arange(total, dtype=DOUBLE).view(1, -1, 1)
+
+    def kept(parts: list[int]) -> Tensor:
+        seen = Seen(as_whitened(layer), as_whitened(layer).sites[0], samples)
+        for part in rows.split(parts, dim=1):
+            seen.add(Inputs(part, 0.0, 1))
+            assert sum(x.shape[1] for x in seen._kept) < 2 * samples
+        seen._drop()
+        assert seen.rows == min(sum(parts), samples)
+        return torch.cat(seen._kept, 1).flatten()
+
+    assert_close(kept(sizes), kept([total]))
+
+
+@pytest.mark.parametrize("size", [100, 128, 144, 377, 500, 610, 784, 987, 1024])
+def test_rows_looked_at_are_spread_over_calls_and_over_places_in_them_whatever_the_size(size):
+    """Calls and places (positions of a map, examples of a batch) are met about as evenly as if drawn at random."""
+    seen = Seen(as_whitened(nn.Linear(2, 1)), as_whitened(nn.Linear(2, 1)).sites[0], 512)
+    calls = 40
+    for call in range(calls):
+        place = torch.arange(float(size))
+        seen.add(Inputs(torch.stack([torch.full_like(place, call), place], 1)[None], 0.0, size))
+    seen._drop()
+    call, place = torch.cat(seen._kept, 1)[0].long().unbind(1)
+    by_call = call.div(5, rounding_mode="floor").bincount(minlength=8)
+    by_place = (8 * place).div(size, rounding_mode="floor").bincount(minlength=8)
+    for counts in (by_call, by_place):
+        assert counts.sum() == 512 and (counts - 64).abs().max() < 4 * 8
+    alone = size * (1 - (1 - 1 / size) ** 512)  # places met by 512 draws, about
+    assert len(place.unique()) > 0.85 * alone
+
+
+def test_zeros_of_padding_count_in_proportion():
+    seen = Seen(as_whitened(nn.Linear(1, 1)), as_whitened(nn.Linear(1, 1)).sites[0], 10)
+    for _ in range(4):
+        seen.add(Inputs(torch.ones(1, 25, 1), 50.0, 1))
+    assert seen.moments().count == pytest.approx(30) and float(seen.moments().mean) == pytest.approx(1 / 3)
 
 
 def test_without_the_whitened_condition_the_rest_is_the_same():
@@ -317,6 +408,37 @@ def test_without_the_whitened_condition_the_rest_is_the_same():
     for a, b in zip(whole.rows, cheap.rows, strict=True):
         assert (a.drift, a.spectrum) == (b.drift, b.spectrum)
         assert a.condition_whitened is not None and b.condition_whitened is None
+
+
+def test_collections_may_be_in_any_order_and_long_and_windows_fit_exactly():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for when in (range(0, 10**12, 3), [6, 3], {3, 6}, range(6, 0, -3), range(3, 4), ()):
+        with Monitor(model, optimizer, when, samples=1000, window=3) as monitor:
+            run(model, optimizer, batches(model, 6))
+        found = [(row.update, row.samples) for row in monitor.rows if row.layer == "0"]
+        assert found == [(update, 48) for update in (3, 6) if update in when]
+
+
+def test_spectra_need_not_be_kept():
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.05, eps=0.1, period=2)
+    whole, short = Monitor(model, optimizer, 2), Monitor(model, optimizer, 2, keep_spectrum=False)
+    run(model, optimizer, batches(model, 6))
+    for a, b in zip(whole.rows, short.rows, strict=True):
+        assert a.spectrum and replace(a, spectrum=()) == b
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_forwards_that_checkpointing_runs_again_are_not_looked_at_twice(reentrant):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    monitor = Monitor(model, optimizer, 1, samples=1000)
+    (x, y), *_ = batches(model, 1)
+    z = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
+    F.cross_entropy(z, y).backward()
+    optimizer.step()
+    assert [row.samples for row in monitor.rows] == [16] * 3
 
 
 def test_evaluation_and_refreshes_between_updates_are_not_looked_at():
@@ -405,6 +527,14 @@ def test_the_count_of_updates_can_be_set_where_a_run_is_resumed():
     [
         ({"when": 0}, ValueError, "when"),
         ({"when": "always"}, TypeError, "when"),
+        ({"when": torch.tensor(3)}, TypeError, "when"),
+        ({"when": torch.tensor([3, 6])}, TypeError, "when"),
+        ({"when": {1, 2.5}}, TypeError, "when"),
+        ({"when": {True}}, TypeError, "when"),
+        ({"when": {-1, 5}}, ValueError, "when"),
+        ({"when": {1, 2, 3}, "window": 40}, ValueError, "window of 40 .* 1 and 2"),
+        ({"when": [100, 1, 60], "window": 41}, ValueError, "window of 41 .* 60 and 100"),
+        ({"when": range(1, 10_000, 50), "window": 51}, ValueError, "window of 51 .* 1 and 51"),
         ({"layers": "nothing"}, ValueError, "no layer"),
         ({"samples": 1}, ValueError, "samples"),
         ({"window": 0}, ValueError, "window"),

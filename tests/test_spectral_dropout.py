@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import prong
 from prong.layers import dropping
-from prong.layers.dropping import eigenvalues, keep_probabilities
+from prong.layers.dropping import damped_variances, keep_probabilities
 from prong.statistics import Moments
 from prong.whitening import whiten
 from tests.cases import SPECS, LayerSpec, assert_close, assert_identical
@@ -90,7 +90,9 @@ def test_the_eigenvalues_of_a_whitening_are_those_of_the_covariance(features, ro
     moments = Moments(1, features, torch.float64)
     moments.add(h)
     lam = torch.linalg.eigvalsh(moments.covariance()).flip(-1)
-    assert_close(eigenvalues(whiten(moments, EPS, "pca")), lam.clamp(min=0), atol=1e-10 * (1 + float(lam.max())))
+    assert_close(
+        damped_variances(whiten(moments, EPS, "pca")), lam.clamp(min=0) + EPS, atol=1e-10 * (1 + float(lam.max()))
+    )
 
 
 @given(st.lists(st.floats(-6, 4), min_size=1, max_size=12), st.floats(0.01, 0.9), st.sampled_from([0.1, 0.01]))
@@ -113,7 +115,7 @@ def test_the_noise_has_the_same_variance_in_every_direction_of_the_inputs():
     (site,) = layer.sites
     row = h[:1].expand(200_000, -1)
     x = (row[:1] - site.whitening.c[0]) @ site.whitening.U[0].T
-    noise = (layer.whitened(site, row) - x) * eigenvalues(site.whitening).add(EPS).sqrt()
+    noise = (layer.whitened(site, row) - x) * damped_variances(site.whitening).sqrt()
     variance = noise.square().mean(0) / x[0].square()
     assert_close(variance, variance.mean().expand_as(variance), rtol=0.05)
 
@@ -141,7 +143,7 @@ def test_probabilities_follow_every_refresh():
     second = prong.spectral.keep_probabilities(model)["0"]
     assert not torch.allclose(first, second)
     (site,) = model[0].sites
-    assert_close(second, keep_probabilities(eigenvalues(site.whitening) + EPS, 0.3, 0.1), rtol=1e-8, atol=1e-8)
+    assert_close(second, keep_probabilities(damped_variances(site.whitening), 0.3, 0.1), rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("options", [{}, {"plus": True}], ids=["prong", "plus"])

@@ -4,9 +4,9 @@ With Sigma the covariance of the inputs now, c, U and eps of a whitening (P = U^
 
     S = E[(h - c)(h - c)^T] + eps I          M = U S U^T
 
-M is the identity for the inputs that the whitening came from, and what an optimizer in whitened coordinates works
-against later. S is taken about the whitening's centre: inputs whose mean has moved are not white. P S has the
-eigenvalues of M, so they are known where there is only P.
+M is the identity for the inputs that the whitening came from (unless by a cutoff or PRONG+), and what an optimizer in
+whitened coordinates works against later. S is taken about the whitening's centre: inputs whose mean has moved are not
+white. P S has the eigenvalues of M, so they are known where there is only P.
 
 Groups of a convolution are blocks of one block-diagonal matrix: spectra are over all of them.
 """
@@ -71,7 +71,7 @@ def whitened_spectrum(moments: Moments, whitening: Whitening) -> Tensor:
     return descending
 
 
-def drift_from_white(moments: Moments, whitening: Whitening) -> tuple[float, float]:
+def drift_from_white(moments: Moments, whitening: Whitening) -> tuple[float, float | None]:
     """||M - I||_F / sqrt(groups in), and what chance alone would make of it.
 
     From P alone, D = P S - I has ||M - I||_F^2 = tr(D D). The second number is the root mean square of the first if the
@@ -79,7 +79,8 @@ def drift_from_white(moments: Moments, whitening: Whitening) -> tuple[float, flo
 
         ((tr B)^2 + tr B^2) / (rows groups in)          B = U Sigma U^T = I - eps U U^T
 
-    summed over groups. A drift that is no larger says nothing.
+    summed over groups. A drift that is no larger says nothing. It takes B + eps U U^T = I for granted, which
+    a thin P does not give: None there.
     """
     mean, factor, count = moments.mean, moments.factor, moments.count
     w = whitening.map(lambda x: x.to(mean.dtype))
@@ -96,6 +97,8 @@ def drift_from_white(moments: Moments, whitening: Whitening) -> tuple[float, flo
             D = Z.mT @ (Z if w.U is not None else _times_gains(Z, w)) + w.eps * gains
         D.diagonal(dim1=-2, dim2=-1).sub_(1)
         drift = float((D * D.mT).sum().clamp(min=0) / size) ** 0.5
+        if w.tail > 0:
+            return drift, None
         trace, square = (gains.diagonal(dim1=-2, dim2=-1).sum(-1), gains.square().sum((-1, -2)))
         inputs = mean.shape[1]
         first, second = inputs - w.eps * trace, inputs - 2 * w.eps * trace + w.eps**2 * square

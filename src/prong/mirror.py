@@ -22,6 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from prong.injection import check_count
 from prong.whitening import Whitening
 
 Loss = Callable[[Tensor], Tensor]
@@ -39,6 +40,8 @@ def conjugate(omega: Tensor, A: Tensor) -> Tensor:
 
 def divergence(q: Tensor, p: Tensor, A: Tensor) -> Tensor:
     """The Bregman divergence of psi: psi(q) - psi(p) - (q - p)^T grad psi(p) = 1/2 (q - p)^T A (q - p)."""
+    _check(A, q)
+    _check(A, p)
     return potential(q - p, A)
 
 
@@ -71,6 +74,7 @@ def square_root(F: Tensor) -> Tensor:
 
 def natural_step(theta: Tensor, gradient: Tensor, F: Tensor, lr: float) -> Tensor:
     """The natural step theta - lr F^-1 gradient, which both ways below arrive at."""
+    _check(F, theta)
     return theta - lr * to_primal(gradient, F)
 
 
@@ -81,6 +85,7 @@ def mirror_step(theta: Tensor, gradient: Tensor, A: Tensor, lr: float) -> Tensor
 
     It solves  argmin_q  q^T gradient + B_psi(q, theta) / lr,  and is the natural step if A = F.
     """
+    _check(A, gradient)
     return to_primal(to_dual(theta, A) - lr * gradient, A)
 
 
@@ -98,6 +103,7 @@ def dual_descent(loss: Loss, theta: Tensor, F: Tensor, lr: float, steps: int = 1
     omega = F^1/2 theta once, then omega <- omega - lr grad_omega every step, then theta = F^-1/2 omega once: natural
     gradient descent whose F is kept for so many steps.
     """
+    check_count("steps", steps, 0)
     A = square_root(F)
     omega = to_dual(theta, A)
     for _ in range(steps):
@@ -118,8 +124,11 @@ def layer_factor(whitening: Whitening, taps: int = 1) -> Tensor:
     Shapes: A (groups, taps in + 1, taps in + 1), or (groups, taps in, taps in) without a centre.
 
     Raises:
+        TypeError: no whitening, as before a layer's first refresh.
         ValueError: the whitening has no U^-1, as that of an implicit layer, which needs no coordinates.
     """
+    if not isinstance(whitening, Whitening):
+        raise TypeError(f"expected a Whitening, which layers have from their first refresh on, got {whitening!r}")
     if whitening.U_inv is None:
         raise ValueError("this whitening has P alone; whiten with a basis, or the layer with form='explicit'")
     if taps < 1:
@@ -141,6 +150,8 @@ def _check(A: Tensor, x: Tensor | None = None) -> None:
     """Refuse what defines no quadratic potential, or one of another size than x."""
     if A.dim() != 2 or A.shape[0] != A.shape[1]:
         raise ValueError(f"expected a square matrix, got shape {tuple(A.shape)}")
+    if not torch.isfinite(A).all():
+        raise ValueError("the matrix contains NaN or infinite values; look at what it was made from")
     if not torch.allclose(A, A.mT, rtol=1e-5, atol=1e-5 * A.abs().max().item()):
         raise ValueError(
             "x -> A x is the gradient of no potential, as A is not symmetric; of a factor A, use square_root(A A^T)"

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from numbers import Real
+from itertools import pairwise
+from numbers import Integral, Real
 from typing import Any, Self
 
 import torch
@@ -20,7 +21,7 @@ from prong.estimation import aside
 from prong.injection import SUPPORTED, check_count, check_model, site_name, whitened_sites
 from prong.layers import FORMS, WhitenedLayer, in_backward
 from prong.layers.natural import in_transform
-from prong.observation import Listener, Seen, as_whitened, inputs_of
+from prong.observation import Listener, Seen, as_whitened, tensors_given
 from prong.schedule import Refresher
 from prong.whitening import check_eps
 
@@ -29,7 +30,11 @@ Callback = Callable[[nn.Module], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Row:
-    """One layer at one update. `prong.conditioning` has the formulas; Without finite inputs, numbers are NaN or None.
+    """One layer at one update. `prong.conditioning` has the formulas. Without finite inputs, numbers are NaN or None.
+
+    The drift is 0 for the inputs that the whitening came from, with two exceptions: a `cutoff` (a thin P) takes small
+    variances for zero, and PRONG+ rescales after every update. Compare it there with that of the first row after a
+    refresh, as there is no `chance`.
 
     Attributes:
         update: which update's forward was looked at; the first is 1.
@@ -37,11 +42,13 @@ class Row:
         inputs: how many inputs, over all groups.
         samples: rows looked at. With fewer than inputs, some eigenvalues are zero for want of samples.
         eps: damping: the whitening's, or the monitor's own where there is none.
-        spectrum: eigenvalues of the covariance Sigma (of E[h h^T] where nothing centres), largest first.
+        spectrum: eigenvalues of the covariance Sigma (of E[h h^T] where nothing centres), largest first; empty if not
+            kept.
         condition: (lam_max + eps) / (lam_min + eps).
         condition_undamped: lam_max / lam_min, at most 1 / floor.
         drift: ||U (Sigma + eps I) U^T - I||_F / sqrt(inputs), Sigma about the whitening's centre; None if not whitened.
-        chance: the drift that so few rows would show if nothing had changed, were they independent and normal.
+        chance: the drift that so few rows would show if nothing had changed, were they independent and normal. None
+            with a thin P and with PRONG+.
         condition_whitened: the condition number of U (Sigma + eps I) U^T, what the optimizer sees.
     """
 
@@ -74,12 +81,13 @@ class Monitor:
         optimizer: its optimizer, whose steps are counted.
         when: a number k for every k-th update, or the updates themselves, as a set or a range: `range(1, 10_000, 50)`.
         layers: names or patterns such as "encoder.*"; None takes all that can be whitened.
-        samples: at most so many rows of a layer's inputs per measurement, evenly spaced.
+        samples: at most so many rows of a layer's inputs per measurement, evenly spread over all that pass.
         window: so many updates, the chosen one the last, are looked at for one measurement: where a batch has fewer
-            rows than layers have inputs.
+            rows than layers have inputs. Measurements are at least as far apart.
         eps: damping for layers that are not whitened; others use their own.
         floor: eigenvalues below this fraction of the largest count as that, in the undamped condition number.
         whitened_condition: whether to find `condition_whitened`, an eigenproblem per layer and most of the cost.
+        keep_spectrum: whether rows keep every eigenvalue, most of their memory.
         callback: a function of the model that returns more numbers by name, such as the condition of a Fisher matrix.
             It is called after chosen updates, and cannot disturb gradients, buffers, random state or train/eval mode.
 
@@ -102,19 +110,15 @@ class Monitor:
         eps: float = 1e-2,
         floor: float = 1e-7,
         whitened_condition: bool = True,
+        keep_spectrum: bool = True,
         callback: Callback | None = None,
     ) -> None:
         check_model(model)
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if isinstance(when, int):
-            check_count("when", when, 1)
-        elif not isinstance(when, Collection) or isinstance(when, str):
-            raise TypeError(f"when is a number of updates, or a set or range of them; got {type(when).__name__}")
         check_count("samples", samples, 2)
         check_count("window", window, 1)
-        if isinstance(when, int) and window > when:
-            raise ValueError(f"a window of {window} updates does not fit between measurements every {when}")
+        _check_when(when, window)
         check_eps(eps)
         if not 0 < floor < 1:
             raise ValueError(f"floor is a fraction of the largest eigenvalue between 0 and 1, got {floor}")
@@ -124,6 +128,7 @@ class Monitor:
         self.model, self.optimizer = model, optimizer
         self.when, self.samples, self.window = when, samples, window
         self.eps, self.floor, self.whitened_condition, self.callback = eps, floor, whitened_condition, callback
+        self.keep_spectrum = keep_spectrum
         self.rows: list[Row] = []
         self.numbers: list[dict[str, float]] = []
         self.listening = False  # whether the update under way is looked at; compiled models are guarded by it
@@ -172,30 +177,25 @@ class Monitor:
         if not all(site.training_only for _, site in whitened_sites(self.model).values()):
             return  # a forward that only gathers statistics for a refresh
         layer = module if isinstance(module, WhitenedLayer) else as_whitened(module)
-        for site, h in zip(layer.sites, inputs_of(layer, args, kwargs), strict=False):
+        for site, h in zip(layer.sites, tensors_given(layer, args, kwargs), strict=False):
             channels = site.layout.groups * site.layout.features
             if h.dim() < -layer.channels_at or h.shape[layer.channels_at] != channels:
                 return  # the layer is about to refuse this, in torch's words
             full_name = site_name(name, site)
             if full_name not in self._seen:
-                self._seen[full_name] = Seen(layer, site)
+                self._seen[full_name] = Seen(layer, site, self.samples)
             seen = self._seen[full_name]
             seen.whitening, seen.centred = site.whitening, layer.centred(site)
+            seen.rescaled = site.spread is not None
             seen.eps = layer.owner.eps if isinstance(layer.owner, Refresher) else self.eps
             with torch.inference_mode(False), torch.no_grad():
-                seen.add(layer.input_rows(site, h.detach()), self._room(seen))
-
-    def _room(self, seen: Seen) -> int:
-        """How many more rows to take in this update: each of a window has its share."""
-        return self.samples * (seen.updates + 1) // self.window - seen.rows
+                seen.add(layer.input_rows(site, h.detach()))
 
     def _after_step(self, *_: Any) -> None:
         found_inf = getattr(self.optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf) > 0:  # a fused step that GradScaler skipped
             return
         self.updates += 1
-        for seen in self._seen.values():
-            seen.updates += 1
         if self._is_chosen(self.updates):
             with torch.inference_mode(False), torch.no_grad():
                 self.rows.extend(self._measure(name, seen) for name, seen in self._seen.items() if seen.rows)
@@ -205,25 +205,45 @@ class Monitor:
             self._seen.clear()
 
     def _measure(self, name: str, seen: Seen) -> Row:
-        w, moments = seen.whitening, seen.moments
+        w, moments = seen.whitening, seen.moments()
         eps = seen.eps if w is None else w.eps
-        row = Row(self.updates, name, moments.mean.numel(), seen.rows, eps, (), math.nan, math.nan)
-        if not seen.finite:
+        row = Row(self.updates, name, seen.inputs, seen.rows, eps, (), math.nan, math.nan)
+        if moments is None:
             return row
         spectrum = input_spectrum(moments, seen.centred)
         row = replace(
             row,
-            spectrum=tuple(spectrum.tolist()),
+            spectrum=tuple(spectrum.tolist()) if self.keep_spectrum else (),
             condition=condition_number(spectrum, eps),
             condition_undamped=condition_number(spectrum, floor=self.floor),
         )
         if w is None:
             return row
         drift, chance = drift_from_white(moments, w)
-        row = replace(row, drift=drift, chance=chance)
+        row = replace(row, drift=drift, chance=None if seen.rescaled else chance)
         if not self.whitened_condition:
             return row
         return replace(row, condition_whitened=condition_number(whitened_spectrum(moments, w)))
+
+
+def _check_when(when: object, window: int) -> None:
+    """Refuse what are no updates, and windows that overlap."""
+    if isinstance(when, int):
+        check_count("when", when, 1)
+        if window > when:
+            raise ValueError(f"a window of {window} updates does not fit between measurements every {when}")
+        return
+    if not isinstance(when, Collection) or isinstance(when, str | bytes | Tensor):
+        raise TypeError(f"when is a number of updates, or a set or range of them; got {type(when).__name__}")
+    few = sorted([*when[:2], *when[-1:]]) if isinstance(when, range) else when  # of a range, enough to know all
+    for update in few:
+        if isinstance(update, bool) or not isinstance(update, Integral):
+            raise TypeError(f"when has whole numbers, got {type(update).__name__}")
+        if update < 0:
+            raise ValueError(f"when has updates from 1 on, got {update}")
+    for one, other in pairwise(sorted(set(few))):
+        if other - one < window:
+            raise ValueError(f"a window of {window} updates does not fit between measurements at {one} and {other}")
 
 
 def _choose(model: nn.Module, layers: str | Iterable[str] | None) -> dict[str, nn.Module]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -11,7 +13,17 @@ import torch
 from matplotlib.image import imread
 from torch import nn
 
-from prong.lab.compression import RULES, Setup, absorb_means_, classifier, compare, evaluate, main, table
+from prong.lab.compression import (
+    RULES,
+    Setup,
+    absorb_means_,
+    classifier,
+    compare,
+    evaluate,
+    main,
+    table,
+    why_not_possible,
+)
 from tests.lab.digits import small_digits
 
 TINY = Setup(widths=(784, 12, 12, 10), updates=3, batch=8, period=2, samples=40, shares=(0.5, 0.3))
@@ -52,6 +64,45 @@ def test_the_command_writes_a_record_and_a_picture(mnist, tmp_path, capsys):
     assert table(record) in capsys.readouterr().out
     with pytest.raises(SystemExit, match="two seeds"):
         main(tmp_path / "other.json", seeds=(0,), setup=TINY)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shares": (2.0,)}, "shares"),
+        ({"shares": (0.5, 0.0)}, "shares"),
+        ({"shares": ()}, "shares"),
+        ({"shares": (0.5, 0.5)}, "shares"),
+        ({"shares": (0.5, 0.001)}, "shares 0.001 .* fewest"),
+        ({"samples": 1}, "samples"),
+        ({"widths": (100, 10)}, "widths"),
+        ({"widths": (784, 10)}, "widths"),
+        ({"widths": (784, 0, 10)}, "widths"),
+        ({"updates": 0}, "updates"),
+        ({"batch": 0}, "batch"),
+        ({"batch": 10**6}, "batch"),
+        ({"period": 0}, "period"),
+        ({"lr": 0.0}, "lr"),
+        ({"eps": float("nan")}, "eps"),
+    ],
+)
+def test_what_cannot_be_compressed_is_refused_in_one_line_before_training(
+    change, message, mnist, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("prong.lab.compression.trained", lambda *_: pytest.fail("training began"))
+    with pytest.raises(SystemExit, match=rf"^--setup\.{message}") as refused:
+        main(tmp_path / "record.json", seeds=(0, 1), setup=replace(TINY, **change))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_smallest_share_that_is_accepted_can_be_reached():
+    total = sum(a * b + b for a, b in pairwise(TINY.widths))
+    shares = [n / total for n in range(1, total)]
+    lowest = next(share for share in shares if why_not_possible(replace(TINY, shares=(share,))) is None)
+    rows = list(compare(replace(TINY, shares=(lowest,)), small_digits(), seeds=(1,)))
+    assert len(rows) == 1 + len(RULES)
+    with pytest.raises(ValueError, match="larger budget"):
+        list(compare(replace(TINY, shares=(lowest - 1 / total,)), small_digits(), seeds=(1,)))
 
 
 def test_the_page_shows_what_was_recorded():

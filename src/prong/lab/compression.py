@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise, product
@@ -93,6 +94,28 @@ class Row:
     flops: float
     test_loss: float
     test_error: float
+
+
+def why_not_possible(setup: Setup) -> str | None:
+    """What is wrong with a setup, in one line, or None."""
+    widths, shares = setup.widths, setup.shares
+    if len(widths) < 3 or (widths[0], widths[-1]) != (784, 10) or min(widths) < 1:
+        return f"widths are 784, one or more in between, and 10; got {widths}"
+    for name, least in {"updates": 1, "batch": 1, "period": 1, "samples": 2}.items():
+        if getattr(setup, name) < least:
+            return f"{name} is at least {least}, got {getattr(setup, name)}"
+    for name in ("lr", "eps"):
+        if not 0 < getattr(setup, name) < math.inf:
+            return f"{name} is positive and finite, got {getattr(setup, name)}"
+    if not shares or len(set(shares)) < len(shares) or not all(0 < share <= 1 for share in shares):
+        return f"shares are one or more, each once, above 0 and up to 1; got {shares}"
+    plain = [a * b + b for a, b in pairwise(widths)]
+    of_rank_one = [min(size, a + 2 * b) for size, (a, b) in zip(plain, pairwise(widths), strict=True)]
+    fewest, total = sum(of_rank_one[:-1]) + plain[-1], sum(plain)  # some rules leave the last layer whole
+    for share in shares:
+        if math.floor(share * total) < fewest:
+            return f"shares {share} is too small: {fewest / total:.4f} of the parameters are the fewest, with rank 1"
+    return None
 
 
 def classifier(widths: tuple[int, ...]) -> nn.Sequential:
@@ -207,11 +230,15 @@ def main(
     """
     if len(seeds) < 2:
         raise SystemExit(f"a standard deviation needs two seeds or more, got {len(seeds)}")
+    if (reason := why_not_possible(setup)) is not None:
+        raise SystemExit(f"--setup.{reason}")
     writable(json=json, plot=plot)
     try:
         digits = load_mnist()
     except (FileNotFoundError, ValueError) as error:
         raise SystemExit(str(error)) from error
+    if setup.batch > len(digits.train):
+        raise SystemExit(f"--setup.batch is at most {len(digits.train)}, the number of digits; got {setup.batch}")
     console = make_console()
     with one_thread():
         origin = provenance()  # of the code that runs, not of what is written meanwhile

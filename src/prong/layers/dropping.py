@@ -14,18 +14,12 @@ from prong.whitening import Whitening
 POINTS, ROUNDS = 64, 8  # the bracket of log(tau) is made so many times narrower, so often
 
 
-def eigenvalues(whitening: Whitening) -> Tensor:
-    """The variances lam (groups, in) of the directions of a "pca" whitening, largest first as they were estimated.
+def damped_variances(whitening: Whitening) -> Tensor:
+    """Variances lam + eps (groups, in) of the directions of a "pca" whitening, largest first as they were estimated.
 
-    U^-1 = E diag(lam + eps)^1/2 has orthogonal columns, so U^-T U^-1 = diag(lam + eps). PRONG+ multiplies the columns
-    by the deviations it measures, and this by the variances. Rounding may leave -1e-7 (lam + eps) where lam is zero.
+    U^-1 = E diag(lam + eps)^1/2 has orthogonal columns, so U^-T U^-1 = diag(lam + eps): their squared norms. PRONG+
+    multiplies the columns by the deviations it measures, and this by the variances.
     """
-    assert whitening.U_inv is not None
-    return (_damped(whitening) - whitening.eps).clamp(min=0)
-
-
-def _damped(whitening: Whitening) -> Tensor:
-    """The squared norms of the columns of U^-1, lam + eps (groups, in)."""
     assert whitening.U_inv is not None
     U_inv = whitening.U_inv.to(accumulation_dtype(whitening.U_inv.dtype))
     return U_inv.square().sum(-2)
@@ -80,7 +74,7 @@ class Dropping:
         if self._known is not None and self._known[0] is whitening:
             return self._known[1]
         with torch.no_grad():
-            keep = keep_probabilities(_damped(whitening), self.rate, self.least)
+            keep = keep_probabilities(damped_variances(whitening), self.rate, self.least)
         if not in_transform():  # there, tensors do not outlive the transform
             self._known = (whitening, keep)
         return keep

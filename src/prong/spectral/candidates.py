@@ -9,8 +9,10 @@ from torch import nn
 
 from prong.failures import OnFailure
 from prong.injection import shared_parameters, why_not
+from prong.observation import Listener
 from prong.spectral.probing import Compressible
 
+OWN_HOOKS = (OnFailure, Listener)  # which do nothing in copies
 COMPRESSIBLE: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Reasons = dict[str, str]
 
@@ -54,6 +56,20 @@ def choose(
     return chosen, countable, reasons
 
 
+def forget_observers_(model: nn.Module) -> None:
+    """Remove the hooks of whoever watched the model that this is a copy of, or gathered its statistics."""
+    for module in model.modules():
+        options = (
+            module._forward_hooks_with_kwargs,
+            module._forward_hooks_always_called,
+            module._forward_pre_hooks_with_kwargs,
+        )
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, OWN_HOOKS)]:
+                for entries in (hooks, *options):
+                    entries.pop(key, None)
+
+
 def _lazy(module: nn.Module) -> bool:
     return any(isinstance(p, nn.parameter.UninitializedParameter) for p in module._parameters.values())
 
@@ -68,7 +84,7 @@ def _why_not_compressed(name: str, module: nn.Module, modules: dict[str, nn.Modu
     if getattr(module, "groups", 1) > 1:
         return f"its {module.groups} groups have no maps in common"
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    if any(not isinstance(hook, OnFailure) for hook in hooks):
+    if any(not isinstance(hook, OWN_HOOKS) for hook in hooks):
         return "it has forward hooks, which a replacement would lose"
     if isinstance(modules.get(name.rpartition(".")[0]), nn.TransformerEncoderLayer):
         return "TransformerEncoderLayer reads its weight without calling it"

@@ -12,7 +12,7 @@ from torch import nn
 from prong.estimation import Forward, as_batches
 from prong.injection import check_count, check_model, fold_
 from prong.spectral.allocation import ALLOCATIONS, Choice, Option, Options, keep_share, worthwhile
-from prong.spectral.candidates import Reasons, choose
+from prong.spectral.candidates import Reasons, choose, forget_observers_
 from prong.spectral.probing import Compressible, distances, probe
 from prong.spectral.replacement import Criterion, Subject, replace_
 from prong.spectral.report import Layer, Report
@@ -50,7 +50,8 @@ def compress(
         batches: an iterable of batches that is iterated over twice, or one tensor; see `refresh_`.
         parameters: a budget for the whole network: a share of its parameters (a float), or how many (an int). It is
             spent on layers so that the sum of their lost shares of variance is small.
-        variance: instead, the share of the variance of its outputs that every layer keeps at least.
+        variance: instead, the share of the variance of its outputs that every layer keeps at least; with the criterion
+            "weights", of the squared singular values of its weights, which says nothing of its outputs.
         layers: names of layers or patterns such as "encoder.*"; None takes all that can be compressed.
         samples: look at so many examples only.
         max_positions: of a convolution, look at so many positions per example at most; None: at all.
@@ -60,7 +61,8 @@ def compress(
 
     Raises:
         ValueError: not exactly one of `parameters` and `variance`, values out of range, a budget that is too small,
-            layers asked for by name that cannot be compressed, batches the model cannot take.
+            layers asked for by name that cannot be compressed, batches the model cannot take, a model that uses a
+            layer that was replaced otherwise than by calling it.
         FloatingPointError: NaN or infinite activations; the message names the layer.
     """
     check_model(model)
@@ -70,6 +72,7 @@ def compress(
         batches = list(batches)  # they are needed twice
     modes = {name: module.training for name, module in model.named_modules()}
     reference = fold_(copy.deepcopy(model)).eval()
+    forget_observers_(reference)
     chosen, countable, reasons = choose(reference, layers)
     moments, rows = probe(reference, countable, chosen, batches, samples, max_positions, forward)
     subjects: dict[str, Subject] = {}
@@ -78,11 +81,13 @@ def compress(
             reasons[name] = "it saw fewer than two samples"
             continue
         subject = Subject(layer, moments[name], criterion)
-        if subject.variance > 0:
+        if subject.varies:
             subjects[name] = subject
         else:
             reasons[name] = "its outputs do not vary"
-    choice = _allocate(reference, {n: s.options() for n, s in subjects.items()}, parameters, variance, allocation)
+    whole = {name: reasons[name] for name in chosen if name not in subjects}
+    options = {name: subject.options() for name, subject in subjects.items()}
+    choice = _allocate(reference, options, parameters, variance, allocation, whole)
     small = copy.deepcopy(reference)
     for name, option in choice.items():
         small = replace_(small, name, subjects[name].replacement(option))
@@ -128,9 +133,14 @@ def _count(model: nn.Module) -> int:
 
 
 def _allocate(
-    model: nn.Module, options: Options, parameters: float | int | None, variance: float | None, allocation: str
+    model: nn.Module,
+    options: Options,
+    parameters: float | int | None,
+    variance: float | None,
+    allocation: str,
+    whole: Reasons,
 ) -> Choice:
-    """The option of every layer, within the budget or with the share of variance asked for."""
+    """The option of every layer, within the budget or with the share of variance asked for; others stay `whole`."""
     if variance is not None:
         return keep_share(options, variance)
     assert parameters is not None
@@ -139,9 +149,10 @@ def _allocate(
     fixed = total - sum(max(o.parameters for o in several) for several in options.values())
     least = fixed + sum(worthwhile(several)[0].parameters for several in options.values())
     if wanted < least:
+        why = "".join(f"; {name or '(model)'!r} stays whole, as {reason}" for name, reason in whole.items())
         raise ValueError(
             f"{wanted:,} of {total:,} parameters are asked for, but with rank 1 in every layer that can be compressed "
-            f"{least:,} remain ({least / total:.1%}); give a larger budget"
+            f"{least:,} remain ({least / total:.1%}); give a larger budget{why}"
         )
     return ALLOCATIONS[allocation](options, wanted - fixed)
 

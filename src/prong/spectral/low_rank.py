@@ -98,4 +98,4 @@ def expected_error(D: Tensor, shift: Tensor | None, c: Tensor, Sigma: Tensor) ->
     """
     D, c, Sigma = D.double(), c.double(), Sigma.double()
     mean = D @ c if shift is None else D @ c - shift.double()
-    return float(((D @ Sigma) * D).sum() + mean.square().sum())
+    return float(((D @ Sigma) * D).sum().clamp(min=0) + mean.square().sum())

@@ -118,12 +118,16 @@ def distances(
 
     The former are E||z - z'||^2 over examples and positions, for layers of so many `outputs`; the latter is
     E||f - g||^2 / E||f - E f||^2.
+
+    Raises:
+        ValueError: `model` reads attributes that a replaced layer has not, or does not call it as `reference` does.
     """
     hooks, pairs = [], {}
     for name in outputs:
         pairs[name] = (_Outputs(), _Outputs())
         for side, listener in zip((reference, model), pairs[name], strict=True):
             hooks.append(side.get_submodule(name).register_forward_hook(listener))
+    replaced = [repr(n) for n in outputs if type(model.get_submodule(n)) is not type(reference.get_submodule(n))]
     sums = dict.fromkeys(pairs, 0.0)
     rows = dict.fromkeys(pairs, 0)
     difference = 0.0
@@ -132,13 +136,29 @@ def distances(
     def both(_: nn.Module, batch: Any) -> None:
         nonlocal difference
         run = forward or call_model
-        returned = (tree_leaves(run(side, batch)) for side in (reference, model))
+        expected = run(reference, batch)
+        try:
+            found = run(model, batch)
+        except AttributeError as error:
+            if not replaced:
+                raise
+            raise ValueError(
+                f"the model reads an attribute that a replaced layer has not ({error}). Replaced were "
+                f"{', '.join(replaced)}: name the layers to compress without it, by layers="
+            ) from error
+        returned = (tree_leaves(expected), tree_leaves(found))
         for i, (f, g) in enumerate(zip(*returned, strict=True)):
             if isinstance(f, Tensor) and f.is_floating_point() and f.numel():
                 difference += _square(f - g)
                 spread.add(i, f)
         for name, (mine, its) in pairs.items():
-            for z, other in zip(mine.take(), its.take(), strict=True):
+            before, after = mine.take(), its.take()
+            if len(before) != len(after):
+                raise ValueError(
+                    f"layer {name or '(model)'!r} is called {len(before)} times, but what replaces it {len(after)} "
+                    "times: the model holds it elsewhere too, as in a list. Leave it out by layers="
+                )
+            for z, other in zip(before, after, strict=True):
                 sums[name] += _square(z - other)
                 rows[name] += z.numel() // outputs[name]
 

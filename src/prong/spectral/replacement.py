@@ -15,6 +15,7 @@ from prong.spectral.probing import Compressible, taps_of
 from prong.statistics import Moments
 
 Criterion = Literal["outputs", "weights"]
+ROUNDING = 1e-14  # relative, in float64
 
 
 class Subject:
@@ -22,6 +23,7 @@ class Subject:
 
     Attributes:
         variance: E||W (h - c)||^2, the variance of its outputs; without a bias their mean square.
+        varies: whether that is more than rounding errors.
     """
 
     def __init__(self, layer: Compressible, moments: Moments, criterion: Criterion) -> None:
@@ -33,6 +35,8 @@ class Subject:
         self.c = moments.mean[0] if centred else torch.zeros_like(moments.mean[0])
         self.Sigma = moments.covariance(centred)[0]
         self.variance = expected_error(self.W, self.W @ self.c, self.c, self.Sigma)
+        rounding = (ROUNDING * self.W.norm() * self.c.norm()).square()  # of the mean, in constant inputs
+        self.varies = self.variance > float(rounding)
         self._corrects_bias = centred and criterion == "outputs"
         metric = self.Sigma if criterion == "outputs" else torch.eye(len(self.Sigma)).to(self.Sigma)
         self._ranked: dict[Plan, Ranked] = {"outputs": rank_outputs(self.W, metric)}

@@ -65,7 +65,10 @@ class Report:
 
     def __getitem__(self, name: str) -> Layer:
         """The line of a layer."""
-        return next(layer for layer in self.layers if layer.name == name)
+        lines = {layer.name: layer for layer in self.layers}
+        if name not in lines:
+            raise KeyError(f"no line for a layer {name!r}: there are {', '.join(map(repr, lines))}")
+        return lines[name]
 
     def __str__(self) -> str:
         head = (
