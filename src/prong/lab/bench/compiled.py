@@ -52,6 +52,7 @@ def main(
     except (FileNotFoundError, ValueError) as error:
         raise SystemExit(str(error)) from error
     config = {"methods": names, "batch": batch, "repetitions": repetitions, "block": block, "data": task.data}
+    torch._dynamo.config.recompile_limit = 1000  # all of these models share code; by default the ninth runs eagerly
     torch.set_flush_denormal(True)  # sigmoid units make denormal numbers, which are slow
     console = make_console()
     ways = [(name, way) for name in names for way in (EAGER, COMPILED)]
