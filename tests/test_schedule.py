@@ -38,23 +38,6 @@ def test_refreshes_come_after_1_2_4_and_then_every_period(source):
     assert refresh_times(optimizer, model, data) == [1, 2, 4, 6, 12, 18, 24]
 
 
-@pytest.mark.parametrize("period", [100, "auto"])
-def test_the_first_refreshes_after_an_initialisation_wait_until_a_third_is_new(period):
-    model = mlp()
-    optimizer = prong.PRONG(model, 0.0, 0.0, eps=0.1, period=period, samples=640)
-    data = batches(model, 70)  # of 16
-    optimizer.initialize([x for x, _ in data[:20]])
-    assert refresh_times(optimizer, model, data) == [16, 64], "160 new to 320, and 768 to 576"
-
-
-def test_the_first_refreshes_after_an_initialisation_from_very_many_wait_for_a_full_window():
-    model = mlp()
-    optimizer = prong.PRONG(model, 0.0, 0.0, eps=0.1, period=50, samples=64)
-    data = batches(model, 100)
-    optimizer.initialize([x for x, _ in data])
-    assert refresh_times(optimizer, model, data[:60]) == [4, 8, 16, 32, 50]
-
-
 def test_period_one_refreshes_after_every_update():
     model = mlp()
     assert refresh_times(prong.PRONG(model, 0.01, eps=0.1, period=1, samples=16), model, batches(model, 5)) == [

@@ -44,9 +44,6 @@ SETTINGS = ("eps", "period", "samples", "lag")
 class Refresher:
     """Refreshes a whitened model after updates 1, 2, 4, ... and then every `period`-th, as its optimizer steps.
 
-    Of the first ones, those are left out that would see little that is new: after a whitened initialisation from a
-    thousand samples, the first that comes has seen 500 more.
-
     It listens to `optimizer.step()`: nothing in the training loop changes. With the implicit form the optimizer is
     SGD (or `PRONG`, which brings its own refresher); with the explicit form it can be any, and its state is carried
     into the new coordinates.
@@ -284,16 +281,12 @@ class Refresher:
         """The sites to refresh after this update, which the schedule names or not."""
         windows = isinstance(self.source, str)
         if self.period != "auto":
-            early = windows and self.updates < self.period
-            return [name for name in self.sites if scheduled and (not early or self.windows.news(name, self.samples))]
+            return list(self.sites) if scheduled else []
         due = []
         for name in self.sites:
             full = not windows or self.windows.full(name, self.samples)
-            if windows and self.updates <= self._first_updates(name):
-                wanted = scheduled and self.windows.news(name, self.samples)
-            else:
-                wanted = name in self._drifted and full
-            if wanted:
+            first = windows and self.updates <= self._first_updates(name)
+            if scheduled if first else name in self._drifted and full:
                 due.append(name)
         return due
 

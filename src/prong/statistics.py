@@ -248,7 +248,6 @@ class Window:
     def __init__(self, settled: Moments, examples: float = 0.0) -> None:
         self.examples = examples
         self._settled = settled
-        self._kept = settled.count  # rows that were there before
         self._fresh = settled.empty()
         self._fresh_examples = 0
 
@@ -273,7 +272,6 @@ class Window:
         """Let older samples fade as new ones come, so that about `samples` examples count."""
         self._settled.decay(max(0.0, 1 - self.examples / samples))
         self.examples = 0.0
-        self._kept = self._settled.count
 
     @property
     def moments(self) -> Moments:
@@ -282,30 +280,23 @@ class Window:
         return self._settled
 
     @property
-    def new(self) -> float:
-        """How many rows were added since the window opened, or since `forget`."""
-        return self._settled.count + self._fresh.count - self._kept
-
-    @property
     def empty(self) -> bool:
         """Whether nothing was added yet."""
         return self._settled.count == self._fresh.count == 0
 
     def to(self, like: Tensor) -> Window:
         """A copy on the device and in the precision for inputs like this tensor."""
-        copy = Window(self.moments.to(like), self.examples)
-        copy._kept = self._kept
-        return copy
+        return Window(self.moments.to(like), self.examples)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as tensors and numbers."""
-        return {**self.moments.state_dict(), "examples": self.examples, "kept": self._kept}
+        return {**self.moments.state_dict(), "examples": self.examples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` gave."""
         self.undo()
         self._settled.load_state_dict(state)
-        self.examples, self._kept = float(state["examples"]), float(state["kept"])
+        self.examples = float(state["examples"])
 
 
 class MeanSquare:

@@ -27,8 +27,7 @@ class Whitening:
     """A centre c and a matrix U with `U (Sigma + eps I) U^T = I`, or only `P = U^T U`.
 
     The explicit form of a layer needs `U` and `U_inv`, the implicit one `P = (Sigma + eps I)^-1`; what is not
-    needed is None. `c` is None where inputs are not centred. `eps` is the damping that was really used, `count` the
-    number of samples behind all of it.
+    needed is None. `c` is None where inputs are not centred. `eps` is the damping that was really used.
 
     With `tail` > 0, P is given by a thin matrix of leading directions: what stands for it is `tail I - P P^T`.
 
@@ -41,7 +40,6 @@ class Whitening:
     U_inv: Tensor | None = None
     P: Tensor | None = None
     tail: float = 0.0
-    count: float = 0.0
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Whitening:
         """The same whitening with `function` applied to every tensor."""
@@ -126,7 +124,7 @@ def whiten(
     if cutoff > 0 and basis is None:
         Q = _leading(X.mT @ X if thin else X, eps, cutoff, expected)
         if Q is not None:
-            return Whitening(moments.mean.clone() if centred else None, eps, P=Q, tail=1 / eps, count=moments.count)
+            return Whitening(moments.mean.clone() if centred else None, eps, P=Q, tail=1 / eps)
     dense, low_rank = FACTORISATIONS[basis]
     factorise = low_rank if thin else dense
     for dtype, damping in (
@@ -141,7 +139,7 @@ def whiten(
         except (torch.linalg.LinAlgError, OverflowError):  # type: ignore[attr-defined]
             continue
         c = moments.mean.clone() if centred else None
-        whitening = Whitening(c, damping, **matrices, count=moments.count).map(lambda x: x.to(X.dtype))
+        whitening = Whitening(c, damping, **matrices).map(lambda x: x.to(X.dtype))
         if whitening.is_finite():
             return whitening
     raise WhiteningError(
@@ -174,7 +172,7 @@ def whiten_together(
     whitenings = []
     for i, m in enumerate(several):
         own: dict[str, Any] = {key: part[i].clone() for key, part in parts.items()}
-        whitenings.append(Whitening(m.mean.clone() if centred else None, eps, **own, count=m.count))
+        whitenings.append(Whitening(m.mean.clone() if centred else None, eps, **own))
     return whitenings if all(w.is_finite() for w in whitenings) else None
 
 

@@ -44,13 +44,6 @@ class Windows:
         inputs = self._sites[name][1].inputs
         return inputs is not None and inputs.examples >= samples
 
-    def news(self, name: str, samples: int) -> bool:
-        """Whether there is so much new that a refresh is worth its time: a third of all, or so many examples."""
-        _, site = self._sites[name]
-        if site.inputs is None or site.whitening is None:
-            return True
-        return self.full(name, samples) or 2 * site.inputs.new >= site.whitening.count
-
     def moments(self, names: Iterable[str]) -> dict[str, Moments]:
         """What the open ones hold."""
         return {name: inputs.moments for name in names if (inputs := self._sites[name][1].inputs) is not None}

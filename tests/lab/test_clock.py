@@ -65,7 +65,7 @@ def test_methods_take_turns_and_a_counted_block_holds_one_refresh(
     monkeypatch.setattr(clock._Lap, "train", watched(clock._Lap.train))
     paces(["PRONG", "SGD"], problem, batch=16, repetitions=2)
     first, *counted = blocks[::2]
-    assert first == ("PRONG", 2), "after updates 16 and 30: before, little is new since the initialisation"
+    assert first == ("PRONG", 6), "after updates 1, 2, 4, 8, 16 and 30"
     assert counted == [("PRONG", 1)] * 3
     assert blocks[1::2] == [("SGD", 0)] * 4
 
