@@ -22,7 +22,7 @@ DECADES = 4  # of a heat map's colours, below the largest entry
 
 def heat_map(before: ArrayLike, after: ArrayLike, path: Path, title: str = "") -> None:
     """Save the absolute values of a Fisher block before and after whitening, side by side, as a PNG file."""
-    draw_heat_map(before, after, title).savefig(path, dpi=DPI / 2)  # noise does not compress
+    draw_heat_map(before, after, title).savefig(path, dpi=0.7 * DPI)  # noise makes large files
 
 
 def spectra(curves: Mapping[str, ArrayLike], path: Path, title: str = "") -> None:
