@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import islice
 from statistics import median
 from time import perf_counter
 
@@ -14,7 +13,7 @@ import prong
 from prong.lab.contestants import Initialisation, Problem
 from prong.lab.methods import METHODS, OURS, Settings
 from prong.lab.timing import interleaved
-from prong.lab.training import minibatches, step
+from prong.lab.training import Plan, Training
 
 BLOCK = 20  # updates timed at once, of methods that do the same in all of them
 SETTINGS: Settings = {"lr": 1e-5, "eps": 0.1}  # nobody gets far with these, nor astray
@@ -86,8 +85,8 @@ class _Lap:
     def __init__(self, name: str, problem: Problem, batch: int) -> None:
         torch.manual_seed(0)
         self.model = problem.build(batch_norm=METHODS[name].batch_norm)
-        self.optimizer = METHODS[name].make(self.model, SETTINGS, problem.schedule)
-        self.stream = minibatches(problem.digits().train, batch, seed=0)
+        optimizer = METHODS[name].make(self.model, SETTINGS, problem.schedule)
+        self.training = Training(problem, self.model, optimizer, Plan(1, batch=batch, warm_up=0, anneal="constant"))
         self.batches = problem.initial_batches()
         self.length = problem.schedule.period if name in OURS else BLOCK
 
@@ -97,8 +96,8 @@ class _Lap:
 
     def train(self) -> None:
         """One block of updates."""
-        for x in islice(self.stream, self.length):
-            step(self.model, self.optimizer, x)
+        for _ in range(self.length):
+            self.training.advance()
 
     def first(self) -> float | str:
         """The seconds of the first block, or why it cannot be made here."""

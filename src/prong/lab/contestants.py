@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from time import perf_counter
 from typing import Literal
@@ -14,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import prong
-from prong.lab.data import FOLDER_VARIABLE, Digits, load_mnist
+from prong.lab.data import FOLDER_VARIABLE
 from prong.lab.methods import DAMPED, METHODS, Method, Schedule, Settings, Trains
-from prong.lab.training import DIVERGENCES, Plan, Run, train
+from prong.lab.tasks.base import Task
+from prong.lab.tasks.reconstruction import Reconstruction
+from prong.lab.training import DIVERGENCES, Plan, Run, Training, train
 
 Initialisation = Literal["standard", "whitened"]
 SCHEDULE = Schedule(period=200, samples=5000)
-SAMPLES = 5000  # training examples behind a whitened initialisation
 
 
 @dataclass(frozen=True)
@@ -52,28 +52,25 @@ class Contestant:
             prong.initialize_(model, batches, settings["eps"])  # parameters stay the objects that the optimizer holds
         return optimizer
 
+    def begin(self, task: Task, settings: Settings, schedule: Schedule, plan: Plan) -> Training:
+        """A new model of the task, on its way; its seconds begin with the initialisation."""
+        batches = task.initial_batches()
+        torch.manual_seed(plan.seed)
+        model = task.build(batch_norm=self.method.batch_norm)
+        start = perf_counter()
+        optimizer = self.start(model, settings, batches, schedule)
+        return Training(task, model, optimizer, plan, perf_counter() - start)
+
 
 @dataclass(frozen=True)
-class Problem:
-    """What is trained, by whomever, in a form that can be sent to other processes.
+class Problem(Reconstruction):
+    """What is trained in races, by whomever.
 
     Attributes:
-        build: a new model, from `batch_norm`.
-        folder: of the data, as `load_mnist` has it.
         schedule: of those methods that refresh.
     """
 
-    build: Callable[..., nn.Module]
-    folder: Path | None
     schedule: Schedule = SCHEDULE
-
-    def digits(self) -> Digits:
-        """The data, read once in every process."""
-        return _load(self.folder)
-
-    def initial_batches(self) -> Sequence[Tensor]:
-        """What a whitened initialisation sees."""
-        return torch.split(self.digits().train[:SAMPLES], 500)
 
     def run(
         self,
@@ -82,24 +79,15 @@ class Problem:
         plan: Plan,
         on_update: Callable[[int], None] = lambda update: None,
     ) -> Run:
-        """One run on a new model; its seconds begin with the initialisation."""
-        batches = self.initial_batches()
-        torch.manual_seed(plan.seed)
-        model = self.build(batch_norm=contestant.method.batch_norm)
-        start = perf_counter()
+        """One run on a new model."""
         try:
-            optimizer = contestant.start(model, settings, batches, self.schedule)
+            training = contestant.begin(self, settings, self.schedule, plan)
         except DIVERGENCES as error:
             return Run([], f"diverged at its initialisation: {error}")
-        return train(model, optimizer, self.digits(), plan, seconds=perf_counter() - start, on_update=on_update)
+        return train(training, on_update)
 
 
 def data_folder() -> Path | None:
     """The folder that the environment names, if it does."""
     named = os.environ.get(FOLDER_VARIABLE)
     return Path(named) if named else None
-
-
-@cache
-def _load(folder: Path | None) -> Digits:
-    return load_mnist(folder)

@@ -1,15 +1,19 @@
-"""Ways to train a model, all made alike: PRONG in its variants, and what people would pick instead."""
+"""Ways to train a model, all made alike: PRONG in its variants, and what people would pick instead.
+
+A new one is an entry in `_ALL`, and nothing else.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import pytorch_optimizer
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 import prong
 
@@ -28,6 +32,12 @@ class Trains(Protocol):
     def step(self) -> Any:
         """Make one update."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it needs to go on."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -45,22 +55,39 @@ class Method:
     """A way to train.
 
     Attributes:
+        key: for the command line and for folders.
         name: for tables and legends.
         make: the optimizer of a model, from settings; refreshes, if it makes any, by the schedule.
         searched: the settings that tuning chooses: the learning rate, and the damping where there is one.
         batch_norm: whether it trains a model with batch-norm layers.
+        settings: all that it knows, with what they are where nobody says otherwise.
     """
 
+    key: str
     name: str
     make: Make
     searched: tuple[str, ...] = ("lr",)
     batch_norm: bool = False
+    settings: Settings = field(default_factory=lambda: {"lr": 1e-3})
+
+    def start(self, model: nn.Module, settings: Settings, schedule: Schedule) -> Trains:
+        """The optimizer of a model, with the method's own settings where none are given.
+
+        Raises:
+            ValueError: a setting that the method does not know.
+        """
+        unknown = settings.keys() - self.settings.keys()
+        if unknown:
+            raise ValueError(
+                f"{self.key} has no setting {', '.join(sorted(unknown))}; it has {', '.join(self.settings)}"
+            )
+        return self.make(model, {**self.settings, **settings}, schedule)
 
 
 class Together:
     """Several optimizers, each with its share of the parameters, as one."""
 
-    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+    def __init__(self, *optimizers: Optimizer) -> None:
         self.optimizers = optimizers
         self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
 
@@ -74,13 +101,46 @@ class Together:
         for optimizer in self.optimizers:
             optimizer.step()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Theirs, in order."""
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give each its own."""
+        for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self.param_groups[:] = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+
+def optimizers_of(trains: Trains) -> tuple[Optimizer, ...]:
+    """Torch's own optimizers in it, for those who want such."""
+    return trains.optimizers if isinstance(trains, Together) else (trains,)  # type: ignore[return-value]
+
+
+class Refreshed(Together):
+    """An optimizer of any kind in whitened coordinates, with what refreshes them."""
+
+    def __init__(self, optimizer: Optimizer, refresher: prong.Refresher) -> None:
+        super().__init__(optimizer)
+        self.refresher = refresher
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's and the whitening's."""
+        return {**super().state_dict(), "refresher": self.refresher.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give each its own."""
+        super().load_state_dict(state_dict)
+        self.refresher.load_state_dict(state_dict["refresher"])
+
 
 def _prong(model: nn.Module, settings: Settings, schedule: Schedule, **options: Any) -> Trains:
     return prong.PRONG(
         model,
         settings["lr"],
-        momentum=MOMENTUM,
-        nesterov=True,
+        momentum=settings.get("momentum", MOMENTUM),
+        nesterov=settings.get("momentum", MOMENTUM) > 0,
+        weight_decay=settings.get("weight_decay", 0.0),
         eps=settings["eps"],
         period=schedule.period,
         samples=schedule.samples,
@@ -90,44 +150,86 @@ def _prong(model: nn.Module, settings: Settings, schedule: Schedule, **options: 
 
 def _whitened_adam(model: nn.Module, settings: Settings, schedule: Schedule) -> Trains:
     prong.whiten_(model, form="explicit")
-    optimizer = torch.optim.Adam(model.parameters(), settings["lr"])
-    prong.Refresher(model, optimizer, eps=settings["eps"], period=schedule.period, samples=schedule.samples)
-    return optimizer
+    optimizer = torch.optim.Adam(model.parameters(), settings["lr"], weight_decay=settings.get("weight_decay", 0.0))
+    refresher = prong.Refresher(model, optimizer, eps=settings["eps"], period=schedule.period, samples=schedule.samples)
+    return Refreshed(optimizer, refresher)
 
 
-def _sgd(model: nn.Module, settings: Settings, schedule: Schedule) -> Trains:
-    return torch.optim.SGD(model.parameters(), settings["lr"], momentum=MOMENTUM, nesterov=True)
+def _sgd(model: nn.Module, settings: Settings, schedule: Schedule, nesterov: bool = True) -> Trains:
+    momentum, decay = settings.get("momentum", MOMENTUM), settings.get("weight_decay", 0.0)
+    nesterov = nesterov and momentum > 0
+    return torch.optim.SGD(model.parameters(), settings["lr"], momentum, nesterov=nesterov, weight_decay=decay)
+
+
+def _rmsprop(model: nn.Module, settings: Settings, schedule: Schedule) -> Trains:
+    defaults = RMSPROP
+    known = {name: settings.get(name, value) for name, value in defaults.items()}
+    return torch.optim.RMSprop(
+        model.parameters(),
+        known["lr"],
+        alpha=known["decay"],
+        eps=known["regulariser"],
+        momentum=known["momentum"],
+        weight_decay=known["weight_decay"],
+    )
 
 
 def _plain(optimizer: Callable[..., Trains], **options: Any) -> Make:
     """An optimizer as it comes, except for options."""
-    return lambda model, settings, schedule: optimizer(model.parameters(), lr=settings["lr"], **options)
+
+    def make(model: nn.Module, settings: Settings, schedule: Schedule) -> Trains:
+        decay = settings.get("weight_decay", 0.0)
+        return optimizer(model.parameters(), lr=settings["lr"], weight_decay=decay, **options)
+
+    return make
 
 
 def _muon(model: nn.Module, settings: Settings, schedule: Schedule) -> Trains:
     """Muon for matrices (kernels are not matrices to torch's), Adam for the rest, as its authors advise."""
     matrices = [p for p in model.parameters() if p.dim() == 2]
     rest = [p for p in model.parameters() if p.dim() != 2]
-    muon = torch.optim.Muon(matrices, lr=settings["lr"], weight_decay=0.0)
-    return Together(muon, torch.optim.Adam(rest, settings["lr"])) if rest else muon
+    if not matrices:
+        raise ValueError("torch's Muon takes matrices, and this model has none; choose another method")
+    decay = settings.get("weight_decay", 0.0)
+    muon = torch.optim.Muon(matrices, lr=settings["lr"], weight_decay=decay)
+    return Together(muon, torch.optim.Adam(rest, settings["lr"], weight_decay=decay)) if rest else muon
 
 
 DAMPED = ("lr", "eps")
+LEAST: Settings = {"lr": 1e-3, "weight_decay": 0.0}
+HEAVY: Settings = {**LEAST, "momentum": MOMENTUM}
+WHITENED: Settings = {**HEAVY, "eps": 1e-2}
+RMSPROP: Settings = {**LEAST, "momentum": 0.0, "decay": 0.99, "regulariser": 1e-8}
 _ALL: Sequence[Method] = (
-    Method("PRONG", _prong, DAMPED),
-    Method("PRONG, cutoff", partial(_prong, cutoff=1.0), DAMPED),
-    Method("PRONG, balanced", partial(_prong, balance=True, cutoff=1.0), DAMPED),
-    Method("PRONG, explicit", partial(_prong, form="explicit"), DAMPED),
-    Method("PRONG+", partial(_prong, plus=True), DAMPED),
-    Method("Adam, whitened coordinates", _whitened_adam, DAMPED),
-    Method("SGD", _sgd),
-    Method("batch norm", _sgd, batch_norm=True),
-    Method("Adam", _plain(torch.optim.Adam)),
-    Method("RMSprop", _plain(torch.optim.RMSprop)),
-    Method("Muon", _muon),
-    Method("SOAP", _plain(pytorch_optimizer.SOAP, weight_decay=0.0)),
-    Method("Shampoo", _plain(pytorch_optimizer.ScalableShampoo, preconditioning_compute_steps=10)),
-    Method("PSGD-Kron", _plain(pytorch_optimizer.Kron)),
+    Method("prong", "PRONG", _prong, DAMPED, settings=WHITENED),
+    Method("prong-cutoff", "PRONG, cutoff", partial(_prong, cutoff=1.0), DAMPED, settings=WHITENED),
+    Method("prong-balanced", "PRONG, balanced", partial(_prong, balance=True, cutoff=1.0), DAMPED, settings=WHITENED),
+    Method("prong-explicit", "PRONG, explicit", partial(_prong, form="explicit"), DAMPED, settings=WHITENED),
+    Method("prong+", "PRONG+", partial(_prong, plus=True), DAMPED, settings=WHITENED),
+    Method("prong-bn", "PRONG and batch norm", _prong, DAMPED, batch_norm=True, settings=WHITENED),
+    Method(
+        "kfac-like",
+        "PRONG, gradients whitened",
+        partial(_prong, gradient_whitening="empirical"),
+        DAMPED,
+        settings=WHITENED,
+    ),
+    Method("whitened-adam", "Adam, whitened coordinates", _whitened_adam, DAMPED, settings={**LEAST, "eps": 1e-2}),
+    Method("nesterov", "SGD", _sgd, settings=HEAVY),
+    Method("sgd", "SGD, heavy ball", partial(_sgd, nesterov=False), settings=HEAVY),
+    Method("batchnorm", "batch norm", _sgd, batch_norm=True, settings=HEAVY),
+    Method("adam", "Adam", _plain(torch.optim.Adam), settings=LEAST),
+    Method("rmsprop", "RMSprop", _rmsprop, settings=RMSPROP),
+    Method("muon", "Muon", _muon, settings=LEAST),
+    Method("soap", "SOAP", _plain(pytorch_optimizer.SOAP), settings=LEAST),
+    Method(
+        "shampoo",
+        "Shampoo",
+        _plain(pytorch_optimizer.ScalableShampoo, preconditioning_compute_steps=10),
+        settings=LEAST,
+    ),
+    Method("psgd-kron", "PSGD-Kron", _plain(pytorch_optimizer.Kron), settings=LEAST),
 )
 METHODS: Mapping[str, Method] = {method.name: method for method in _ALL}
+KEYS: Mapping[str, Method] = {method.key: method for method in _ALL}
 OURS = tuple(name for name, method in METHODS.items() if "eps" in method.searched)

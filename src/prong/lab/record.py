@@ -61,12 +61,27 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".part")  # beside it: a rename within a file system is atomic
-    unfinished.write_text(text)
+    with unfinished.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # or after a crash of the machine there may be an empty file under the name
     unfinished.replace(path)
 
 
 class ForeignRecordError(ValueError):
     """A file that is not the record to go on with."""
+
+
+def read_json(path: Path) -> Any:
+    """What a file holds.
+
+    Raises:
+        ForeignRecordError: it is not JSON.
+    """
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ForeignRecordError(f"{path} is not a record: {error}. Move it away, or name another file.") from error
 
 
 def resume(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,21 +93,21 @@ def resume(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     wanted = json.loads(json.dumps(config))  # as it will be read back: tuples are lists
     record: Any = {"config": wanted, "sessions": []}
     if path.exists():
-        try:
-            record = json.loads(path.read_text())
-        except ValueError as error:
-            raise ForeignRecordError(f"{path} is not a record: {error}. Move it away, or name another file.") from error
+        record = read_json(path)
         _check_config(path, record, wanted)
     record["sessions"].append(provenance())
     return dict(record)
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """The names under which two configurations differ."""
+    return sorted(name for name in {**found, **wanted} if found.get(name) != wanted.get(name))
 
 
 def _check_config(path: Path, record: Any, wanted: Mapping[str, Any]) -> None:
     found = record.get("config") if isinstance(record, dict) and "sessions" in record else None
     if found == wanted:
         return
-    differences = (
-        sorted(n for n in {**found, **wanted} if found.get(n) != wanted.get(n)) if isinstance(found, dict) else []
-    )
-    named = f" ({', '.join(differences)})" if differences else ""
+    names = differences(found, wanted) if isinstance(found, dict) else []
+    named = f" ({', '.join(names)})" if names else ""
     raise ForeignRecordError(f"{path} is of another configuration{named}. Move it away, or name another file.")

@@ -67,7 +67,9 @@ class Rules:
     def plan(self, updates: int, seed: int, until: float, hurdles: Mapping[int, float] = NONE) -> Plan:
         """Warm-up, then a constant rate; an error after every so many updates."""
         evaluations = updates // self.every
-        plan = Plan(updates, seed, self.batch, self.warm_up, evaluations, self.evaluated, decay=False, until=until)
+        plan = Plan(
+            updates, seed, self.batch, self.warm_up, evaluations, self.evaluated, anneal="constant", until=until
+        )
         return replace(plan, hurdles=hurdles)
 
     def config(self, problem: Problem) -> dict[str, Any]:

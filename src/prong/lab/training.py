@@ -1,22 +1,26 @@
-"""The training loop that demo, race and benchmarks share."""
+"""The training loop of the lab: one update after another, of any method on any task, to be stopped and gone on with."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from prong.lab.data import PIXELS, Digits
-from prong.lab.methods import Trains
+from prong.lab.data import PIXELS
+from prong.lab.methods import Trains, optimizers_of
+from prong.lab.tasks.base import Divergence, Task
 
 # Of a loss or an error; of statistics or factorisations that met NaN first.
 DIVERGENCES: tuple[type[Exception], ...] = (ArithmeticError, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
+Anneal = Literal["linear", "constant", "waterfall"]
+# The paper's: a tenth where the error did not improve by 1 % in four measurements.
+WATERFALL: Mapping[str, Any] = {"factor": 0.1, "patience": 3, "threshold": 0.01, "threshold_mode": "rel"}
 
 
 @dataclass(frozen=True)
@@ -30,9 +34,11 @@ class Plan:
         warm_up: updates over which the learning rate rises linearly.
         evaluations: how often errors are measured, besides before the first update.
         evaluated: on how many examples of each set, spread evenly over it.
-        decay: whether the learning rate falls to zero over the last half of all updates, or stays.
-        until: training ends where the training error is measured to be no larger than this.
-        hurdles: training errors by update; training ends there if the error measured is larger.
+        anneal: the learning rate then falls to zero over the last half of all updates, or stays, or is divided by ten
+            where the watched measure does not improve.
+        until: training ends where the watched measure is no larger than this.
+        hurdles: watched measures by update; training ends there if what is measured is larger.
+        bf16: forwards under bfloat16 autocast.
     """
 
     updates: int
@@ -41,28 +47,167 @@ class Plan:
     warm_up: int = 50
     evaluations: int = 20
     evaluated: int = 2000
-    decay: bool = True
+    anneal: Anneal = "linear"
     until: float = 0.0
     hurdles: Mapping[int, float] = field(default_factory=dict)
+    bf16: bool = False
 
-    def ends(self, row: Row) -> bool:
+    def ends(self, update: int, error: float) -> bool:
         """Whether nothing comes after what was measured."""
-        failed = row.train_error > self.hurdles.get(row.update, math.inf)
-        return row.update >= self.updates or row.train_error <= self.until or failed
+        return update >= self.updates or error <= self.until or error > self.hurdles.get(update, math.inf)
 
     def rate(self, update: int) -> float:
         """The factor on the learning rate, for update 0, 1, ...: warm-up, constant, linear decay if there is one."""
-        falling = max(0.0, 2 * (1 - update / self.updates)) if self.decay else 1.0
-        return min(1.0, (update + 1) / self.warm_up, falling)
+        falling = max(0.0, 2 * (1 - update / self.updates)) if self.anneal == "linear" else 1.0
+        return min(1.0, (update + 1) / max(1, self.warm_up), falling)
 
     def evaluation_points(self) -> list[int]:
         """The updates after which errors are measured; 0 is before the first."""
         return sorted({round(k * self.updates / self.evaluations) for k in range(self.evaluations + 1)})
 
 
+class Order:
+    """Which examples make the minibatch of an update: every epoch in an order of its own, what is left over dropped.
+
+    It depends on the seed and on the update alone, so there is nothing to save.
+    """
+
+    def __init__(self, count: int, size: int, seed: int) -> None:
+        if count < size:
+            raise ValueError(f"a minibatch of {size} needs as many examples, got {count}")
+        self.count, self.size, self.seed = count, size, seed
+        self.per_epoch = count // size
+        self._epoch, self._order = -1, torch.empty(0)
+
+    def __call__(self, update: int) -> Tensor:
+        """The numbers of the examples for update 0, 1, ..."""
+        epoch, position = divmod(update, self.per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, torch.randperm(self.count, generator=seeded(self.seed, epoch))
+        return self._order[position * self.size : (position + 1) * self.size]
+
+
+def seeded(seed: int, number: int) -> torch.Generator:
+    """A generator of its own for each number."""
+    return torch.Generator().manual_seed((seed << 40) + number)
+
+
+def minibatches(examples: Tensor, size: int, seed: int) -> Iterator[Tensor]:
+    """Shuffled minibatches without end."""
+    order, update = Order(len(examples), size, seed), 0
+    while True:
+        yield examples[order(update)]
+        update += 1
+
+
+class Training:
+    """A model on its way.
+
+    Attributes:
+        update: how many have been made.
+        seconds: spent on them, evaluation not counted.
+        loss: that of the last update, before it; NaN before the first.
+        ended: whether nothing comes any more.
+    """
+
+    def __init__(self, task: Task, model: nn.Module, optimizer: Trains, plan: Plan, seconds: float = 0.0) -> None:
+        self.task, self.model, self.optimizer, self.plan = task, model, optimizer, plan
+        self.update, self.seconds, self.loss, self.ended = 0, seconds, math.nan, False
+        self._points = set(plan.evaluation_points())
+        self._begun = False
+        self._order = Order(task.count, plan.batch, plan.seed)
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        self._losses: list[float] = []  # since they were last measured
+        whole = optimizers_of(optimizer) if plan.anneal == "waterfall" else ()
+        self._waterfalls = [ReduceLROnPlateau(part, **WATERFALL) for part in whole]
+
+    def proceed(self) -> dict[str, float] | None:
+        """One more update, and a row where the plan wants one; at first a row without an update.
+
+        Raises:
+            Divergence and the rest of DIVERGENCES: training failed.
+        """
+        if self._begun:
+            self.advance()
+        self._begun = True
+        if self.update not in self._points:
+            return None
+        row = self.measure()
+        self.ended = self.plan.ends(self.update, row[self.task.watched])
+        return row
+
+    def advance(self) -> None:
+        """Make one update.
+
+        Raises:
+            Divergence: if it is not finite; the update is not made.
+        """
+        start = perf_counter()
+        if self.update < self.plan.warm_up or self.plan.anneal == "linear":
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * self.plan.rate(self.update)
+        x, y = self.task.batch(self._order(self.update), seeded(self.plan.seed + 1, self.update))
+        self.update += 1
+        self.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.plan.bf16):
+            outputs = self.model(x)
+        loss = self.task.loss(outputs.float() if self.plan.bf16 else outputs, y)
+        value = loss.item()
+        if not math.isfinite(value):
+            raise Divergence(f"the loss is {value}")
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.loss = value
+        self._losses.append(value)
+        self.seconds += perf_counter() - start
+
+    def measure(self) -> dict[str, float]:
+        """A row: where training stands, the mean loss since the last row, and the task's measures.
+
+        Raises:
+            Divergence: one of them is not finite.
+        """
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.plan.bf16):
+            measures = self.task.measure(self.model, self.plan.evaluated)
+        row = {"update": self.update, "epoch": self.update / self._order.per_epoch}
+        row["lr"] = self.optimizer.param_groups[0]["lr"]
+        if self._losses:
+            row["loss"] = math.fsum(self._losses) / len(self._losses)
+            self._losses.clear()
+        if self.update > self.plan.warm_up:
+            for waterfall in self._waterfalls:
+                waterfall.step(measures[self.task.watched])
+        return {**row, **measures}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on as if nothing had happened."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "update": self.update,
+            "seconds": self.seconds,
+            "begun": self._begun,
+            "ended": self.ended,
+            "loss": self.loss,
+            "losses": list(self._losses),
+            "waterfalls": [waterfall.state_dict() for waterfall in self._waterfalls],
+            "random": torch.get_rng_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.update, self.seconds, self.loss = state["update"], state["seconds"], state["loss"]
+        self._begun, self.ended, self._losses = state["begun"], state["ended"], list(state["losses"])
+        for waterfall, saved in zip(self._waterfalls, state["waterfalls"], strict=True):
+            waterfall.load_state_dict(saved)
+        torch.set_rng_state(state["random"])
+
+
 @dataclass(frozen=True)
 class Row:
-    """Errors after an update, and the seconds of training until then (evaluation not counted)."""
+    """Squared errors after an update, and the seconds of training until then (evaluation not counted)."""
 
     update: int
     seconds: float
@@ -87,89 +232,22 @@ class Run:
         return self.rows[0].train_error if self.rows else float(PIXELS)
 
 
-class Divergence(FloatingPointError):
-    """A loss or an error that is not finite."""
-
-
-def minibatches(examples: Tensor, size: int, seed: int) -> Iterator[Tensor]:
-    """Shuffled minibatches without end; what is left over in an epoch is dropped."""
-    if len(examples) < size:
-        raise ValueError(f"a minibatch of {size} needs as many examples, got {len(examples)}")
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        order = torch.randperm(len(examples), generator=generator)
-        for indices in torch.split(order[: len(order) // size * size], size):
-            yield examples[indices]
-
-
-def step(model: nn.Module, optimizer: Trains, x: Tensor) -> float:
-    """The loss before one update: cross-entropy summed over pixels, averaged over examples.
-
-    Raises:
-        Divergence: if it is not finite; the update is not made.
-    """
-    optimizer.zero_grad()
-    loss = F.binary_cross_entropy_with_logits(model(x), x, reduction="sum") / len(x)
-    value = loss.item()
-    if not math.isfinite(value):
-        raise Divergence(f"the loss is {value}")
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    return value
-
-
-@torch.no_grad()
-def squared_error(model: nn.Module, examples: Tensor) -> float:
-    """The squared error of the reconstruction summed over pixels, averaged over examples.
-
-    Raises:
-        Divergence: if it is not finite.
-    """
-    model.eval()  # PRONG leaves such forwards out of its statistics
-    total = sum((torch.sigmoid(model(x)) - x).square().sum().item() for x in torch.split(examples, 500))
-    model.train()
-    if not math.isfinite(total):
-        raise Divergence(f"the squared error is {total}")
-    return total / len(examples)
-
-
-def train(
-    model: nn.Module,
-    optimizer: Trains,
-    digits: Digits,
-    plan: Plan,
-    *,
-    seconds: float = 0.0,
-    on_update: Callable[[int], None] = lambda update: None,
-) -> Run:
-    """The run of one optimizer on a model. `seconds` are those spent already, on the initialisation."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    stream = minibatches(digits.train, plan.batch, plan.seed)
-    measure = partial(_measure, model, _spread(digits.train, plan.evaluated), _spread(digits.test, plan.evaluated))
-    points = set(plan.evaluation_points())
+def train(training: Training, on_update: Callable[[int], None] = lambda update: None) -> Run:
+    """A run in memory, of the reconstruction task."""
     rows: list[Row] = []
-    update = 0
     try:
-        rows.append(measure(update, seconds))
-        while not plan.ends(rows[-1]):
-            update += 1
-            start = perf_counter()
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * plan.rate(update - 1)
-            step(model, optimizer, next(stream))
-            seconds += perf_counter() - start
-            if update in points:
-                rows.append(measure(update, seconds))
-            on_update(update)
+        while not training.ended:
+            row = training.proceed()
+            if row is not None:
+                errors = row["train_squared_error"], row["test_squared_error"]
+                rows.append(Row(training.update, training.seconds, *errors))
+            if training.update > 0:
+                on_update(training.update)
     except DIVERGENCES as error:
-        return Run(rows, f"diverged at update {update}: {error}")
+        return Run(rows, diverged(training, error))
     return Run(rows)
 
 
-def _spread(examples: Tensor, count: int) -> Tensor:
-    """About `count` examples at even distances: the first digits of MNIST's test set are easier than the last."""
-    return examples[:: max(1, len(examples) // count)]
-
-
-def _measure(model: nn.Module, train: Tensor, test: Tensor, update: int, seconds: float) -> Row:
-    return Row(update, seconds, squared_error(model, train), squared_error(model, test))
+def diverged(training: Training, error: Exception) -> str:
+    """How a training failed, for records."""
+    return f"diverged at update {training.update}: {error}"

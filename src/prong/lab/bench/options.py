@@ -20,7 +20,7 @@ from prong.lab.models import autoencoder
 from prong.lab.pool import one_thread
 from prong.lab.record import resume, write_json
 from prong.lab.terminal import at_least, known, make_console, progress, writable
-from prong.lab.training import DIVERGENCES, Plan, Run, train
+from prong.lab.training import DIVERGENCES, Plan, Run, Training, train
 
 NAME = "options"
 PLAIN = "as it is"
@@ -99,7 +99,7 @@ def run(problem: Problem, options: Mapping[str, Any], plan: Plan, lr: float, eps
     except DIVERGENCES as error:
         return {**asdict(Run([], f"diverged at its initialisation: {error}")), "refreshes": 0}
     count = _Refreshes(model)
-    made = train(model, optimizer, problem.digits(), plan, seconds=perf_counter() - start, on_update=count)
+    made = train(Training(problem, model, optimizer, plan, perf_counter() - start), count)
     return {**asdict(made), "refreshes": count.total}
 
 
