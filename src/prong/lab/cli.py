@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from prong.lab.experiments.catalogue import CATALOGUE
+
 LIBRARIES = ("matplotlib", "mlxtend", "numpy", "optuna", "pytorch_optimizer", "rich", "tyro")  # of the lab extra
 
 
@@ -111,22 +113,19 @@ BENCH = Group(
         ),
     },
 )
+RUN = Group(
+    "Run an experiment of the paper.",
+    {entry.name: Command(entry.target, f"{entry.figure}.", entry.examples) for entry in CATALOGUE},
+)
 PRONG = Group(
     "Natural neural networks: the lab of the paper's experiments.",
     {
-        "demo": Command(
-            "prong.lab.demo:main",
-            "Train the paper's autoencoder with PRONG and others, and compare them.",
-            ("prong demo", "prong demo --updates 100 --out runs/demo"),
+        "list": Command(
+            "prong.lab.experiments.listing:main",
+            "The experiments: what each tests, and how long it takes here.",
+            ("prong list",),
         ),
-        "conditioning": Command(
-            "prong.lab.conditioning:main",
-            "The exact Fisher of a small network: its condition number before and after whitening, and over training.",
-            (
-                "prong conditioning --json results/conditioning.json --plot conditioning.png --heat fisher.png",
-                "prong conditioning --seeds 0 --width 16 --updates 100",
-            ),
-        ),
+        "run": RUN,
         "compression": Command(
             "prong.lab.compression:main",
             "A trained classifier at a share of its size, by several rules.",
