@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-LIBRARIES = ("matplotlib", "mlxtend", "numpy", "optuna", "pytorch_optimizer", "rich", "tyro")  # of the lab extra
+LIBRARIES = (
+    "matplotlib",
+    "mlxtend",
+    "numpy",
+    "optuna",
+    "pooch",
+    "pytorch_optimizer",
+    "requests",
+    "rich",
+    "tyro",
+)  # of the lab extra
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,25 @@ BENCH = Group(
         ),
     },
 )
+DATA = Group(
+    "Data sets: which there are, and how to get them.",
+    {
+        "list": Command(
+            "prong.lab.datasets.commands:list_sets",
+            "The data sets of the lab, and which of them are here.",
+            ("prong data list", "prong data list --data /srv/data"),
+        ),
+        "fetch": Command(
+            "prong.lab.datasets.commands:fetch_set",
+            "Download a data set, check it, and put it where experiments look for it.",
+            (
+                "prong data fetch mnist",
+                "prong data fetch cifar10 --version python --data /srv/data",
+                "prong data fetch fashion-mnist --mirror http://mirror.example/fashion",
+            ),
+        ),
+    },
+)
 PRONG = Group(
     "Natural neural networks: the lab of the paper's experiments.",
     {
@@ -132,6 +161,7 @@ PRONG = Group(
             "A trained classifier at a share of its size, by several rules.",
             ("prong compression --json results/compression.json --plot compression.png",),
         ),
+        "data": DATA,
         "bench": BENCH,
     },
 )
