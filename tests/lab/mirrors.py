@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from prong.lab.datasets.published import File, Published
 
+HALFWAY = ("cut", "short", "short, its length untold", "hangs")
+
 
 class Mirror(ThreadingHTTPServer):
     """Serves the files it is given; `fault` says what goes wrong, `asked` what was asked for."""
@@ -45,8 +47,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         if fault != "short, its length untold":
             self.send_header("Content-Length", str(len(body)))
+        if fault == "zips for who can unzip" and "gzip" in self.headers.get("Accept-Encoding", ""):
+            self.send_header("Content-Encoding", "gzip")
         self.end_headers()
-        self.wfile.write(body[: len(body) // 2] if fault not in ("", "wrong") else body)
+        self.wfile.write(body[: len(body) // 2] if fault in HALFWAY else body)
         if fault == "hangs":
             self.wfile.flush()
             self.server.released.wait(60)

@@ -15,7 +15,7 @@ import pytest
 import tyro
 
 from prong.lab import cli
-from prong.lab.cli import BENCH, PRONG, Command, main
+from prong.lab.cli import BENCH, PRONG, Command, Group, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,8 +46,9 @@ def test_help_lists_the_commands_with_examples(capsys: pytest.CaptureFixture[str
 
 def commands() -> dict[str, Command]:
     """All of them, by what is typed."""
-    bench = {f"bench {name}": command for name, command in BENCH.members.items()}
-    return {name: c for name, c in {**PRONG.members, **bench}.items() if isinstance(c, Command)}
+    groups = {"": PRONG} | {f"{name} ": group for name, group in PRONG.members.items() if isinstance(group, Group)}
+    members = {f"{typed}{name}": member for typed, group in groups.items() for name, member in group.members.items()}
+    return {name: member for name, member in members.items() if isinstance(member, Command)}
 
 
 @pytest.mark.parametrize("name", commands())
@@ -57,17 +58,16 @@ def test_every_command_explains_its_options_and_shows_examples(name: str, capsys
     assert f"usage: prong {name}" in shown and "Args:" not in shown
     assert all(f"  {example}\n" in shown for example in command.examples)
     for option in inspect.signature(command.load()).parameters:
-        assert f"--{option.replace('_', '-')}" in shown
+        assert f"--{option.replace('_', '-')}" in shown or f"] {option.upper()} [" in shown  # by name or by place
 
 
 @pytest.mark.parametrize("name", commands())
 def test_examples_are_commands_that_parse(name: str) -> None:
     function = commands()[name].load()
     for example in commands()[name].examples:
-        called, _, options = example.partition(" --")
-        assert called == f"prong {name}"
+        assert example.startswith(f"prong {name}")
         given = functools.wraps(function)(lambda **options: options)
-        words = shlex.split(f"--{options}") if options else []
+        words = shlex.split(example.removeprefix(f"prong {name}"))
         assert tyro.cli(given, args=words).keys() == inspect.signature(function).parameters.keys()
 
 

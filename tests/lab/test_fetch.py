@@ -40,6 +40,11 @@ BATCHES = {"data_batch_1.bin": b"one", "test_batch.bin": b"two"}
 IN_TAR = {f"cifar-10-batches-bin/{name}": data for name, data in BATCHES.items()}
 
 
+@pytest.fixture(autouse=True)
+def without_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
 def quiet() -> Console:
     return Console(file=io.StringIO())
 
@@ -119,6 +124,12 @@ def test_without_a_server_there_is_no_connection(tmp_path: Path) -> None:
     with pytest.raises(FetchError, match="no connection"):
         get(LITTLE_MNIST, tmp_path, gone)
     assert files_in(tmp_path) == {}
+
+
+def test_a_server_that_would_have_the_client_unzip_is_not_let(tmp_path: Path) -> None:
+    with serving(ZIPPED, "zips for who can unzip") as mirror:
+        get(LITTLE_MNIST, tmp_path, mirror)
+    assert files_in(tmp_path) == placed(MNIST, ZIPPED)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -330,6 +341,9 @@ def test_a_copy_is_judged_file_by_file(tmp_path: Path) -> None:
     folder = tmp_path / "mnist"
     folder.mkdir()
     assert find(LITTLE_MNIST, tmp_path).state == "not there"
+    (folder / FIRST).write_bytes(ZIPPED[FIRST])
+    assert find(LITTLE_MNIST, tmp_path).state == "incomplete, without 3 of its files"
+    (folder / FIRST).unlink()
     for name in OTHERS:
         (folder / name).write_bytes(ZIPPED[name])
     assert find(LITTLE_MNIST, tmp_path).state == f"incomplete, without {FIRST}"

@@ -34,7 +34,7 @@ def list_sets(data: Path | None = None) -> None:
 
 
 def fetch_set(
-    name: Annotated[str, tyro.conf.Positional],
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")],
     data: Path | None = None,
     version: str | None = None,
     mirror: str | None = None,

@@ -50,11 +50,15 @@ class Copy:
     def state(self) -> str:
         """In words."""
         if self.different:
-            return f"not as published: {', '.join(self.different)}"
+            return f"not as published: {_few(self.different)}"
         if self.missing:
             found = self.verified + self.unzipped
-            return f"incomplete, without {', '.join(self.missing)}" if found else "not there"
+            return f"incomplete, without {_few(self.missing)}" if found else "not there"
         return "unzipped, not checked" if self.unzipped else "verified"
+
+
+def _few(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} of its files"
 
 
 def find(published: Published, folder: Path) -> Copy:
