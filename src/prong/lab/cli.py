@@ -11,7 +11,17 @@ from typing import Any
 
 from prong.lab.experiments.catalogue import CATALOGUE
 
-LIBRARIES = ("matplotlib", "mlxtend", "numpy", "optuna", "pytorch_optimizer", "rich", "tyro")  # of the lab extra
+LIBRARIES = (
+    "matplotlib",
+    "mlxtend",
+    "numpy",
+    "optuna",
+    "pooch",
+    "pytorch_optimizer",
+    "requests",
+    "rich",
+    "tyro",
+)  # of the lab extra
 
 
 @dataclass(frozen=True)
@@ -117,6 +127,25 @@ RUN = Group(
     "Run an experiment of the paper.",
     {entry.name: Command(entry.target, f"{entry.figure}.", entry.examples) for entry in CATALOGUE},
 )
+DATA = Group(
+    "Data sets: which there are, and how to get them.",
+    {
+        "list": Command(
+            "prong.lab.datasets.commands:list_sets",
+            "The data sets of the lab, and which of them are here.",
+            ("prong data list", "prong data list --data /srv/data"),
+        ),
+        "fetch": Command(
+            "prong.lab.datasets.commands:fetch_set",
+            "Download a data set, check it, and put it where experiments look for it.",
+            (
+                "prong data fetch mnist",
+                "prong data fetch cifar10 --version python --data /srv/data",
+                "prong data fetch fashion-mnist --mirror http://mirror.example/fashion",
+            ),
+        ),
+    },
+)
 PRONG = Group(
     "Natural neural networks: the lab of the paper's experiments.",
     {
@@ -131,6 +160,7 @@ PRONG = Group(
             "A trained classifier at a share of its size, by several rules.",
             ("prong compression --json results/compression.json --plot compression.png",),
         ),
+        "data": DATA,
         "bench": BENCH,
     },
 )

@@ -42,7 +42,7 @@ CATALOGUE: Sequence[Entry] = (
         "sensitivity",
         "Deep autoencoder: impact of eps and of the period T",
         "a smaller eps learns faster while the step is small; whitened initialisation matters more than a short period",
-        600.0,
+        300.0,
         ("prong run sensitivity --jobs 2", "prong run sensitivity --parts eps --eps 0.1 0.01 --lrs 0.001"),
     ),
     Entry(
@@ -60,7 +60,7 @@ CATALOGUE: Sequence[Entry] = (
         "cifar10",
         "CIFAR-10: training error against updates, test error against time",
         "PRONG learns as fast as batch norm and generalises better: 7.32 % against 8.22 % test error",
-        9000.0,
+        4700.0,
         ("prong run cifar10 --methods nesterov batchnorm prong", "prong run cifar10 --quick"),
     ),
 )

@@ -11,6 +11,7 @@ from prong.lab.experiments.common import Common, Flat, Tuned, make_job, source_o
 from prong.lab.experiments.perform import perform
 from prong.lab.jobs import Job
 from prong.lab.methods import Schedule
+from prong.lab.models import autoencoder
 from prong.lab.tasks.reconstruction import Reconstruction
 from prong.lab.terminal import at_least
 from prong.lab.training import Plan
@@ -63,7 +64,7 @@ def jobs(options: Options) -> list[Job]:
     """The runs."""
     options.check()
     at_least(1, updates=options.updates, batch=options.batch, evaluations=options.evaluations, periods=options.periods)
-    task = Reconstruction(folder=options.data)
+    task = Reconstruction(autoencoder, options.data)
     source_of(task)
     updates = min(options.updates, 60) if options.quick else options.updates
     dampings, rates = (options.eps[:2], options.lrs[2:4]) if options.quick else (options.eps, options.lrs)
