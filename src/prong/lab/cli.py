@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-LIBRARIES = ("matplotlib", "mlxtend", "numpy", "optuna", "pytorch_optimizer", "rich", "tyro")  # of the lab extra
+LIBRARIES = (  # of the lab extra
+    "filelock",
+    "matplotlib",
+    "mlxtend",
+    "numpy",
+    "optuna",
+    "pytorch_optimizer",
+    "rich",
+    "sqlalchemy",
+    "tyro",
+)
 
 
 @dataclass(frozen=True)
@@ -131,6 +141,15 @@ PRONG = Group(
             "prong.lab.compression:main",
             "A trained classifier at a share of its size, by several rules.",
             ("prong compression --json results/compression.json --plot compression.png",),
+        ),
+        "sweep": Command(
+            "prong.lab.sweep:sweep",
+            "Try an experiment at many settings of its methods, and choose the best of each.",
+            (
+                "prong sweep autoencoder --grid paper --jobs 2",
+                "prong sweep autoencoder --methods prong adam --trials 8 --updates 500 --out runs/sweep/small",
+                "prong sweep autoencoder --grid grid.json --storage sqlite:///sweep.db",
+            ),
         ),
         "bench": BENCH,
     },
