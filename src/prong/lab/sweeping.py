@@ -8,7 +8,6 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -117,16 +116,12 @@ def carry_on(
         try:
             while any(len(board.settled()) < board.search.budget for board in boards.values()):
                 if any(board.open_points() for board in boards.values()):
-                    side_by_side(map(str, range(jobs)), next_job, on_result, jobs)
+                    side_by_side(map(str, range(jobs)), next_job, on_result, jobs, shielded=True)
                 else:
                     time.sleep(LOOK)  # others are at it; should they die, their points are open again
                     if stop.asked:
                         raise KeyboardInterrupt
                 on_change()
-        except BrokenProcessPool:
-            if stop.asked:  # before the workers knew what to do then
-                raise KeyboardInterrupt from None
-            raise
         finally:
             for board in boards.values():
                 board.give_back()
