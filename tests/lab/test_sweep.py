@@ -184,7 +184,7 @@ def test_processes_share_a_database_and_outlive_each_other(undisturbed: Path, tm
     process = started(*common, "--out", str(tmp_path / "other"))
     try:
         assert within(60, lambda: settled(tmp_path / "other") >= 1)
-        threading.Timer(0.5 * random.random(), process.kill).start()
+        threading.Timer(0.3 * random.random(), process.kill).start()
         sweep(*common, "--out", str(tmp_path / "out"))
     finally:
         process.kill()
@@ -224,7 +224,7 @@ def test_ctrl_c_stops_all_processes_and_says_how_to_go_on(
     """Also: what two processes do together is what one does alone."""
 
     def interrupt() -> None:
-        within(60, lambda: settled(tmp_path / "out") >= 4)
+        within(60, lambda: settled(tmp_path / "out") >= 3)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
@@ -232,7 +232,7 @@ def test_ctrl_c_stops_all_processes_and_says_how_to_go_on(
         sweep(*options(tmp_path), "--jobs", "2")
     shown, errors = capfd.readouterr()
     assert "The same command goes on from here" in shown and not errors
-    assert 4 <= settled(tmp_path / "out") < POINTS and not multiprocessing.active_children()
+    assert 3 <= settled(tmp_path / "out") < POINTS and not multiprocessing.active_children()
     assert all(t.state != TrialState.RUNNING for study in journal(tmp_path / "out") for t in study.trials)
     sweep(*options(tmp_path))
     assert values(tmp_path / "out") == values(undisturbed)

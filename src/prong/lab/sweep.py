@@ -27,7 +27,7 @@ from prong.lab.terminal import announce, at_least, known, make_console, writable
 
 
 def sweep(
-    name: Annotated[str, tyro.conf.Positional],
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")],
     grid: str = "paper",
     methods: tuple[str, ...] = (),
     trials: int | None = None,
