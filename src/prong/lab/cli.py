@@ -11,7 +11,8 @@ from typing import Any
 
 from prong.lab.experiments.catalogue import CATALOGUE
 
-LIBRARIES = (
+LIBRARIES = (  # of the lab extra
+    "filelock",
     "matplotlib",
     "mlxtend",
     "numpy",
@@ -20,8 +21,9 @@ LIBRARIES = (
     "pytorch_optimizer",
     "requests",
     "rich",
+    "sqlalchemy",
     "tyro",
-)  # of the lab extra
+)
 
 
 @dataclass(frozen=True)
@@ -155,12 +157,21 @@ PRONG = Group(
             ("prong list",),
         ),
         "run": RUN,
+        "sweep": Command(
+            "prong.lab.sweep:sweep",
+            "Try an experiment at many settings of its methods, and choose the best of each.",
+            (
+                "prong sweep autoencoder --grid paper --jobs 2",
+                "prong sweep autoencoder --methods prong adam --trials 8 --updates 500 --out runs/sweep/small",
+                "prong sweep autoencoder --grid grid.json --storage sqlite:///sweep.db",
+            ),
+        ),
+        "data": DATA,
         "compression": Command(
             "prong.lab.compression:main",
             "A trained classifier at a share of its size, by several rules.",
             ("prong compression --json results/compression.json --plot compression.png",),
         ),
-        "data": DATA,
         "bench": BENCH,
     },
 )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from rich.table import Table
 from prong.lab.events import Events
 from prong.lab.experiments.common import Common
 from prong.lab.folders import FolderInUseError, RunFolder
+from prong.lab.interrupts import Stop
 from prong.lab.jobs import Job, Row, Watch, carry_out
 from prong.lab.pool import side_by_side
 from prong.lab.record import ForeignRecordError
@@ -68,8 +67,8 @@ def _check(jobs: Sequence[Job], root: Path, options: Common) -> None:
 def _outcomes(jobs: Sequence[Job], root: Path, options: Common, console: Console) -> dict[str, Mapping[str, Any]]:
     if options.jobs is None:
         torch.set_flush_denormal(True)  # sigmoid units make denormal numbers, which are slow
-        with stopping() as stopped, Shown(console, jobs) as shown:
-            return {job.name: _run(job, root, options.tensorboard, stopped, shown.watch(job)) for job in jobs}
+        with Stop() as stop, Shown(console, jobs) as shown:
+            return {job.name: _run(job, root, options.tensorboard, stop.is_asked, shown.watch(job)) for job in jobs}
     by_name, waiting = {job.name: job for job in jobs}, {job.name for job in jobs}
     outcomes: dict[str, Mapping[str, Any]] = {}
 
@@ -83,13 +82,14 @@ def _outcomes(jobs: Sequence[Job], root: Path, options: Common, console: Console
         outcomes[name] = outcome
         console.print(f"{name}: {_ending(by_name[name], outcome, root)}", highlight=False, soft_wrap=True)
 
-    side_by_side(by_name, next_job, keep, options.jobs)
+    with Stop():
+        side_by_side(by_name, next_job, keep, options.jobs, shielded=True)
     return outcomes
 
 
 def _run_aside(job: Job, root: Path, tensorboard: bool) -> Mapping[str, Any]:
-    with stopping() as stopped:
-        return _run(job, root, tensorboard, stopped, Watch())
+    with Stop() as stop:
+        return _run(job, root, tensorboard, stop.is_asked, Watch())
 
 
 def _run(job: Job, root: Path, tensorboard: bool, stopped: Callable[[], bool], watch: Watch) -> Mapping[str, Any]:
@@ -103,24 +103,6 @@ def _run(job: Job, root: Path, tensorboard: bool, stopped: Callable[[], bool], w
                 events.add(row, seconds)
 
         return carry_out(job, folder, Watch(watch.on_update, on_row, stopped))
-
-
-@contextmanager
-def stopping() -> Iterator[Callable[[], bool]]:
-    """A function that tells whether somebody has asked to stop (Ctrl-C, or SIGTERM); the second time means at once."""
-    asked: list[int] = []
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    kept = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
 
 
 class Shown:
