@@ -166,6 +166,7 @@ def test_compiled_prints_and_records_both_ways(
     assert list(record["ms"]) == ["PRONG", "SGD"]
     assert all(list(ways) == ["eager", "compiled"] for ways in record["ms"].values())
     assert all(len(values) == 2 and min(values) > 0 for ways in record["ms"].values() for values in ways.values())
+    assert record["graphs"] == {"PRONG": 1, "SGD": 1} and min(record["compile_seconds"].values()) > 0.1
     assert "autoencoder, batch 8: an update with torch.compile" in capsys.readouterr().out
 
 
