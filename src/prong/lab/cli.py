@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-LIBRARIES = ("matplotlib", "mlxtend", "numpy", "optuna", "pytorch_optimizer", "rich", "tyro")  # of the lab extra
+LIBRARIES = (  # of the lab extra
+    "jinja2",
+    "matplotlib",
+    "mlxtend",
+    "numpy",
+    "optuna",
+    "plotly",
+    "pytorch_optimizer",
+    "rich",
+    "tyro",
+)
 
 
 @dataclass(frozen=True)
@@ -131,6 +141,15 @@ PRONG = Group(
             "prong.lab.compression:main",
             "A trained classifier at a share of its size, by several rules.",
             ("prong compression --json results/compression.json --plot compression.png",),
+        ),
+        "report": Command(
+            "prong.lab.page.command:main",
+            "A page of what runs came to, beside the paper's claims.",
+            (
+                "prong report runs/autoencoder",
+                "prong report runs/autoencoder --record results/autoencoder.json",
+                "prong report results/autoencoder.json --markdown docs/reproduction.md",
+            ),
         ),
         "bench": BENCH,
     },
