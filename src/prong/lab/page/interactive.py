@@ -121,7 +121,9 @@ def _heat(maps: HeatMaps) -> go.Figure:
     figure.update_layout(**_layout(), height=430, coloraxis={"colorscale": "Magma", "colorbar": bar})
     figure.update_coloraxes(cmin=floor, cmax=top)
     figure.update_xaxes(showticklabels=False, ticks="", constrain="domain", showgrid=False)
-    figure.update_yaxes(showticklabels=False, ticks="", constrain="domain", showgrid=False, autorange="reversed")
+    figure.update_yaxes(
+        showticklabels=False, ticks="", constrain="domain", showgrid=False, autorange="reversed", constraintoward="top"
+    )
     for number in range(1, len(maps.panels) + 1):
         figure.update_yaxes(scaleanchor=f"x{number if number > 1 else ''}", row=1, col=number)
     return figure

@@ -96,7 +96,7 @@ def less_time(experiment: Experiment, keys: Sequence[str] | None = None) -> Find
         return found(False, f"none reaches {sgd.name}'s final error of {error:.3g}; {seeds(sgd, *ours)}")
     rivals = sorted((seconds(group), group.name) for group in others)
     told = [f"{name} {_times(time / fastest if fastest else math.inf)}" for time, name in rivals]
-    how = "side by side" if experiment.clock else "by the runs' own clocks"
+    how = "side by side" if experiment.untimed() == [] else "by the runs' own clocks"
     ours_told = f"{who.name} {fastest:.3g} s to {error:.3g}; {', '.join(told)}; {how}, {seeds(who, *others)}"
     return found(fastest < rivals[0][0], ours_told)
 
@@ -121,7 +121,7 @@ def time_share(experiment: Experiment, what: str, part: float) -> Finding:
         return not_run("PRONG")
     measured = share(experiment, "prong", what)
     if measured is None:
-        return untestable("the runs do not time it apart; `prong bench step-cost` does")
+        return untestable("the runs do not time it apart; prong bench step-cost does")
     return found(abs(measured / part - 1) <= NEAR, f"{100 * measured:.1f} %")
 
 

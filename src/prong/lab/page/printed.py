@@ -8,7 +8,6 @@ from io import BytesIO
 from typing import Any
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as Canvas
 from matplotlib.figure import SubFigure
@@ -19,6 +18,7 @@ from prong.lab.page.charts import Chart, Figure, HeatMaps
 
 DPI = 130
 SIZE = 6.4, 4.6  # inches of a figure
+CROWDED = 8  # names in a legend, which then stands below the axes
 LINES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "prong",
@@ -39,14 +39,15 @@ def as_file(figures: Sequence[Figure], format: str = "png") -> bytes:
             if isinstance(figure, HeatMaps):
                 _heat(place, figure)
             else:
-                _chart(place.subplots(), figure)
+                _chart(place, figure)
         buffer = BytesIO()
         nameless = {"Software": None} if format == "png" else {"Date": None, "Creator": None}
         canvas.savefig(buffer, format=format, dpi=DPI, metadata=nameless)
     return buffer.getvalue()
 
 
-def _chart(axes: Axes, chart: Chart) -> None:
+def _chart(place: SubFigure, chart: Chart) -> None:
+    axes = place.subplots()
     named: set[str] = set()
     for curve in chart.curves:
         label = None if curve.name in named else plain(curve.name + (" (diverged)" if curve.broken else ""))
@@ -64,8 +65,10 @@ def _chart(axes: Axes, chart: Chart) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
         axes.yaxis.set_minor_formatter("")
     axes.grid(alpha=0.3)
-    if named:
-        axes.legend(frameon=False, fontsize="small", ncols=1 if len(named) < 9 else 2)
+    if len(named) > CROWDED:
+        place.legend(loc="outside lower center", frameon=False, fontsize="small", ncols=4)
+    elif named:
+        axes.legend(frameon=False, fontsize="small")
 
 
 def _heat(place: SubFigure, maps: HeatMaps) -> None:

@@ -74,6 +74,10 @@ class Experiment:
         starts = found.get("initialisation_seconds") or [0.0]
         return Pace(list(found["ms_per_update"]), float(found.get("start_up_seconds", 0.0)), list(starts))
 
+    def untimed(self) -> list[str]:
+        """The labels of methods whose costs were not measured apart."""
+        return list(dict.fromkeys(run.config["label"] for run in self.runs if self.pace(run.method) is None))
+
     def parts(self) -> dict[str, Experiment]:
         """Its parts by their names, in order; the name of an only one is often empty."""
         return {name: self.part(name) for name in dict.fromkeys(run.config["part"] for run in self.runs)}

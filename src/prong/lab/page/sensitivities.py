@@ -59,7 +59,7 @@ def whitened_start_wins(experiment: Experiment) -> Finding:
     if not both:
         return not_run("both initialisations")
     won = [period for period, starts in both.items() if _error(starts["whitened"]) < _error(starts["standard"])]
-    ends = [f"T {p:g}: {_end(s['whitened'])} against {_end(s['standard'])}" for p, s in both.items()]
+    ends = [f"T {p:,}: {_end(s['whitened'])} against {_end(s['standard'])}" for p, s in both.items()]
     members = [group for starts in both.values() for group in starts.values()]
     return found(len(won) == len(both), f"{len(won)} of {len(both)} T ({'; '.join(ends)}); {seeds(*members)}")
 
@@ -70,7 +70,7 @@ def long_period_degrades(experiment: Experiment, period: float) -> Finding:
     if period not in ends or len(ends) < 2:
         return not_run(f"T {period:g}, or of others")
     other = min((p for p in ends if p != period), key=lambda p: _error(ends[p]))
-    told = f"{_end(ends[period])} at T {period:g}, {_end(ends[other])} at T {other:g}; {seeds(*ends.values())}"
+    told = f"{_end(ends[period])} at T {period:,.0f}, {_end(ends[other])} at T {other:,}; {seeds(*ends.values())}"
     updates = median(run.updates for run in ends[period].runs)
     if updates < period:
         told += f"; runs of {updates:,.0f} updates, shorter than T"

@@ -12,7 +12,7 @@ from prong.lab.methods import KEYS
 from prong.lab.page.findings import SGD
 from prong.lab.page.groups import Group, groups, quantities
 from prong.lab.page.runs import Experiment, Run, flat
-from prong.lab.page.views import setting, words
+from prong.lab.page.views import clock_note, setting, words
 
 FRACTIONS = ("train_error", "validation_error", "test_error")  # shown in %
 
@@ -78,12 +78,7 @@ def costs(experiment: Experiment) -> Sheet | None:
         percents = [NONE if part is None else f"{100 * part:.1f} %" for part in shares]
         rows.append([group.name, f"{cost:.2f}", f"{cost / base[1]:.2f}", f"{epoch:.2f}", *percents])
     headings = ["method", "ms per update", f"times {base[0].name}", "per epoch, times", "refresh", "statistics"]
-    note = (
-        "Measured side by side, on a machine that did nothing else."
-        if experiment.clock
-        else "From the runs' own clocks."
-    )
-    return Sheet("Cost", headings, rows, f"{note} The initialisation is not counted.")
+    return Sheet("Cost", headings, rows, f"{clock_note(experiment)} The initialisation is not counted in these.")
 
 
 def share(experiment: Experiment, method: str, what: str) -> float | None:

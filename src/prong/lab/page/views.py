@@ -19,8 +19,8 @@ WORDS = {
 }
 WHEN = ("before", "after")
 SETS = {"train": "training", "validation": "validation", "test": "test"}
-CLOCKED = "Seconds are updates at the median cost of one, with what comes before the first, measured side by side."
-OWN = "Seconds are the runs' own: whatever else the machine did is in them."
+CLOCKED = "Seconds are updates at the median cost of one, with what comes before the first, measured side by side"
+OWN = "Seconds are the runs' own: whatever else the machine did is in them"
 
 
 def figures(experiment: Experiment) -> list[Figure]:
@@ -48,10 +48,19 @@ def over(
         curve(group, group.points(value, clock), look, seconds) for group, look in zip(shown, looks(shown), strict=True)
     ]
     y = words(quantity) + (", %" if percent else "")
-    note = (CLOCKED if experiment.clock else OWN) if seconds else ""
+    note = clock_note(experiment) if seconds else ""
     name = f"{quantity.replace('_', '-')}-{SECONDS if seconds else UPDATES}"
     title = f"{words(quantity).capitalize()} against {SECONDS if seconds else UPDATES}"
     return Chart(name, title, SECONDS if seconds else UPDATES, y, curves, log_y=_log(curves, log), note=note)
+
+
+def clock_note(experiment: Experiment) -> str:
+    """Where seconds come from."""
+    own = experiment.untimed()
+    timed = any(experiment.pace(run.method) for run in experiment.runs)
+    return (
+        f"{CLOCKED}; those of {', '.join(own)} are the runs' own." if own and timed else f"{OWN if own else CLOCKED}."
+    )
 
 
 def generic(experiment: Experiment) -> Sequence[Figure]:
