@@ -55,14 +55,14 @@ def present(
 def as_markdown(sheet: Sheet) -> str:
     """For the documentation."""
     rule = [*["---"] * sheet.words, *["---:"] * (len(sheet.headings) - sheet.words)]
-    rows = [[_cell(text) for text in row] for row in sheet.rows]
-    lines = ["| " + " | ".join(cells) + " |" for cells in (sheet.headings, rule, *rows)]
-    note = f"\n\n{sheet.note}" if sheet.note else ""
-    return f"**{sheet.title}**\n\n" + "\n".join(lines) + note
+    texts = [[plain(cell) for cell in row] for row in (sheet.headings, *sheet.rows)]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (texts[0], rule, *texts[1:])]
+    note = f"\n\n{plain(sheet.note)}" if sheet.note else ""
+    return f"**{plain(sheet.title)}**\n\n" + "\n".join(lines) + note
 
 
-def _cell(text: str) -> str:
-    """Text as it is: a bar would end the cell, a bracket begin an element, a line break end the table."""
+def plain(text: str) -> str:
+    """Text as it is: a bar would end a cell, a bracket begin an element, a line break end the table."""
     return " ".join(text.split()).replace("|", r"\|").replace("<", "&lt;")
 
 

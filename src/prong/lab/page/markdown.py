@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from prong.lab.bench.sheets import as_markdown
+from prong.lab.bench.sheets import as_markdown, plain
 from prong.lab.page.printed import as_file
 from prong.lab.page.sections import Section
 from prong.lab.sections import read_page, replace_section
@@ -25,8 +25,8 @@ def written(page: Path, sections: Sequence[Section]) -> dict[Path, bytes]:
 def as_text(section: Section, picture: Path | None) -> str:
     """Claims, picture, tables, and where all that comes from."""
     claims = [as_markdown(section.claims)] if section.claims is not None else []
-    image = [f"![{section.title}]({picture.name})"] if picture is not None else []
+    image = [f"![{plain(section.title)}]({picture.name})"] if picture is not None else []
     notes = list(dict.fromkeys(figure.note for figure in section.figures if figure.note))
     tables = [as_markdown(sheet) for sheet in (*section.results, *section.settings, *section.troubles)]
     origin = f"{section.runs}. Data: {'; '.join(section.data)}. Made with {'; '.join(section.origins)}."
-    return "\n\n".join([*claims, *image, *notes, *tables, origin.replace("<", "&lt;")])
+    return "\n\n".join([*claims, *image, *map(plain, notes), *tables, plain(origin)])
