@@ -20,7 +20,8 @@ from tests.lab.written_runs import errors, write_run
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 MISSING = "no chromium and chromedriver here: apt-get install chromium chromium-driver"
-CHARTS = 3 + 2  # heat maps, condition numbers and loss; errors of the autoencoder against updates and seconds
+ODD = "<b>bold</b> & <script>alert(1)</script> $x$"
+CHARTS = 3 + 2 + 1  # heat maps, condition numbers, loss; errors against updates and seconds; an unknown measure
 ARGUMENTS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,900")
 
 
@@ -32,6 +33,7 @@ def write_runs(root: Path) -> Path:
     kept = {"before": matrix, "after": matrix, "condition_before": 1e4, "condition_after": 1e2}
     rows = [{"update": k, "condition": 1e4 / (k + 1), "train_cross_entropy": 1 / (k + 1)} for k in range(5)]
     write_run(root, "prong", rows, experiment="conditioning", keepsakes=kept)
+    write_run(root, "odd", [{"update": 0, "depth": 1.0}, {"update": 1, "depth": 0.5}], experiment="letters", label=ODD)
     return root
 
 
@@ -74,7 +76,7 @@ def test_every_chart_is_drawn(browser: Chrome) -> None:
         len(chart.find_elements(By.CSS_SELECTOR, ".scatterlayer .trace path.js-line, .heatmaplayer image"))
         for chart in charts
     ]
-    assert drawn == [2, 1, 1, 4, 4], "two heat maps; lines of one method; lines and bands of two"
+    assert drawn == [2, 1, 1, 4, 4, 1], "two heat maps; lines of one method; lines and bands of two"
     for chart in charts:
         assert chart.size["width"] > 300 and chart.size["height"] > 300
 
@@ -88,6 +90,12 @@ def test_a_click_on_the_legend_hides_a_curve_with_its_band_and_another_brings_th
         WebDriverWait(browser, 10).until(lambda d, wanted=expected: visible(d, 3) == wanted)  # type: ignore[misc]
         lines = chart.find_elements(By.CSS_SELECTOR, ".scatterlayer .trace path.js-line")
         assert len(lines) == expected.count(True)
+
+
+def test_names_from_files_are_shown_as_they_are(browser: Chrome) -> None:
+    chart = browser.find_elements(By.CSS_SELECTOR, ".js-plotly-plot")[5]
+    assert chart.find_element(By.CSS_SELECTOR, ".legendtext").get_attribute("textContent") == ODD
+    assert ODD in [cell.text for cell in browser.find_elements(By.CSS_SELECTOR, "td")]
 
 
 def test_on_a_narrow_screen_the_page_keeps_its_width(browser: Chrome) -> None:

@@ -43,7 +43,8 @@ def _chart(chart: Chart) -> go.Figure:
         for trace in _traces(curve, chart, curve.name not in named):
             figure.add_trace(trace)
         named.add(curve.name)
-    figure.update_layout(**_layout(), hovermode="closest", height=430)
+    figure.update_layout(**_layout(), hovermode="closest", showlegend=True)
+    figure.update_layout(height=380 + 14 * len(chart.curves))  # the legend takes its part of it
     figure.update_layout(legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0})
     for axis, title, log in ((figure.update_xaxes, chart.x, chart.log_x), (figure.update_yaxes, chart.y, chart.log_y)):
         axis(title=escape(title), type="log" if log else "linear", gridcolor=GRID, linecolor=LINE, zeroline=False)
