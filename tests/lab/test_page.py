@@ -202,6 +202,17 @@ def elsewhere(folder: Path) -> Path:
     return folder / "elsewhere.json"
 
 
+def wordy(folder: Path) -> Path:
+    run = write_run(folder / "wordy", "prong", errors([3, 2]))
+    (run.path / "metrics.jsonl").write_text('{"update": 0, "loss": "large"}\n')
+    return folder / "wordy"
+
+
+def strange(folder: Path) -> Path:
+    (folder / "strange.json").write_text('{"experiment": "letters", "runs": [7]}')
+    return folder / "strange.json"
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -212,6 +223,8 @@ def elsewhere(folder: Path) -> Path:
         (damaged, "is not the folder of a run"),
         (older, "its configuration lacks settings, schedule"),
         (elsewhere, "is no name for files"),
+        (wordy, "rows that are not numbers"),
+        (strange, "run 1 of .* has no configuration"),
     ],
 )
 def test_what_is_not_a_run_is_refused_in_one_line_and_nothing_is_written(tmp_path: Path, make, said: str) -> None:

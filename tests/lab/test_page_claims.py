@@ -205,6 +205,12 @@ def test_test_errors_are_those_where_validation_was_best(tmp_path: Path) -> None
     assert alike.ours.startswith("PRONG 3.00 times, batch norm 1.50 times fewer updates to SGD's 30.00 %")
 
 
+def test_imagenet_has_its_place(tmp_path: Path) -> None:
+    for method, validation in (("batchnorm", 0.286), ("prong+", 0.289), ("nesterov", 0.321)):
+        write_run(tmp_path, method, [{"update": 10, "validation_error": validation}], experiment="imagenet")
+    assert judged(tmp_path, "end alike") == Finding("28.6, 28.9, 32.1 %; 1 seed", "holds")
+
+
 def test_without_runs_every_claim_is_not_run() -> None:
     assert tally([]) == {"holds": 0, "does not hold": 0, "cannot be tested here": 0, "not run": len(CLAIMS)}
     assert all(known.finding(Experiment(known.experiment, [])).verdict == "not run" for known in CLAIMS)

@@ -10,7 +10,7 @@ from typing import Any
 
 from prong.lab.bench import compiled, options, refresh, scaling, spaces, standings, step_cost, watching
 from prong.lab.bench.sheets import Sheet, as_markdown, origin
-from prong.lab.sections import read_page, replace_section, write_changed
+from prong.lab.documentation import read_page, replace_section, write_changed
 from prong.lab.terminal import make_console
 
 PAGE = "performance.md"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import tyro
 
+from prong.lab.documentation import write_changed
 from prong.lab.page.html import render
 from prong.lab.page.markdown import written
 from prong.lab.page.printed import as_file
 from prong.lab.page.runs import Experiment, gather
 from prong.lab.page.sections import section
 from prong.lab.record import ForeignRecordError, write_json
-from prong.lab.sections import write_changed
 from prong.lab.terminal import announce, make_console, writable
 
 PAGE = "report.html"
@@ -39,7 +39,6 @@ def main(
         experiments = gather(runs)
     except ForeignRecordError as error:
         raise SystemExit(str(error)) from error
-    writable(out=out / PAGE, record=record, markdown=markdown)
     if record is not None:
         _one(experiments)
     sections = [section(experiment) for experiment in experiments]
@@ -51,6 +50,7 @@ def main(
         for figure in part.figures
         for kind in ("png", "svg")
     }
+    writable(out=out / PAGE, record=record, markdown=markdown)
     (out / PAGE).write_text(page)
     for name, content in figures.items():
         (out / name).write_bytes(content)

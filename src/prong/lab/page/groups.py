@@ -133,11 +133,6 @@ def quantities(runs: Sequence[Run]) -> list[str]:
     return [name for name in names if name not in COUNTED]
 
 
-def distinct(groups: Sequence[Group], name: str) -> list[Any]:
-    """The values of a setting among groups, in order of size."""
-    return sorted({flat(group.config)[name] for group in groups if name in flat(group.config)})
-
-
 def _name(run: Run, alike: Sequence[Mapping[str, Any]]) -> str:
     """The label, and what is not the same in all that share it."""
     config = flat(run.config)

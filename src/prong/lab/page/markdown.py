@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prong.lab.bench.sheets import as_markdown, plain
+from prong.lab.documentation import read_page, replace_section
 from prong.lab.page.printed import as_file
 from prong.lab.page.sections import Section
-from prong.lab.sections import read_page, replace_section
 
 
 def written(page: Path, sections: Sequence[Section]) -> dict[Path, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -134,17 +135,21 @@ def _from_folder(folder: RunFolder) -> Run:
 
 
 def _recorded(path: Path) -> Experiment:
-    content = read_json(path)
-    if not isinstance(content, dict) or not isinstance(content.get("experiment"), str) or "runs" not in content:
+    try:
+        content = read_json(path)
+    except OSError as error:
+        raise ForeignRecordError(f"{path} cannot be read: {error.strerror}. Name another file.") from error
+    kinds = {"experiment": str, "runs": list}
+    if not isinstance(content, dict) or not all(isinstance(content.get(name), kind) for name, kind in kinds.items()):
         raise ForeignRecordError(f"{path} is not a record of runs. `prong report FOLDER --record FILE` makes one.")
-    name, clock = content["experiment"], content.get("clock", {})
-    runs = []
+    name, runs = content["experiment"], []
     for number, run in enumerate(content["runs"], start=1):
-        parts = (run.get(part) for part in ("config", "environment", "rows", "outcome", "keepsakes"))
-        runs.append(_checked(f"run {number} of {path}", *parts))
+        where = f"run {number} of {path}"
+        parts = run if isinstance(run, dict) else {}
+        runs.append(_checked(where, *map(parts.get, ("config", "environment", "rows", "outcome", "keepsakes"))))
         if runs[-1].config["experiment"] != name:
-            raise ForeignRecordError(f"run {number} of {path} is not of {name}. Make the record anew.")
-    return Experiment(name, runs, clock)
+            raise ForeignRecordError(f"{where} is not of {name}. Make the record anew.")
+    return Experiment(name, runs, content.get("clock") or {})
 
 
 def _checked(where: str, config: Any, environment: Any, rows: Any, outcome: Any, keepsakes: Any) -> Run:
@@ -154,21 +159,24 @@ def _checked(where: str, config: Any, environment: Any, rows: Any, outcome: Any,
     wrong = [name for name, kind in CONFIG.items() if not isinstance(config.get(name), kind)]
     if wrong:
         raise ForeignRecordError(f"{where} is of another version: its configuration lacks {', '.join(wrong)}.")
-    if NAME.fullmatch(config["experiment"]) is None:
-        raise ForeignRecordError(f"{where} is of an experiment {config['experiment']!r}, which is no name for files.")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and "update" in row for row in rows):
-        raise ForeignRecordError(f"{where} has rows without an update. Move it away, or name another.")
-    odd = sorted({name for row in rows for name in row if NAME.fullmatch(name) is None})
-    if odd:
-        raise ForeignRecordError(f"{where} measures {odd[0]!r}, which is no name for files.")
+    if not isinstance(rows, list) or not all(_is_row(row) for row in rows):
+        raise ForeignRecordError(f"{where} has rows that are not numbers by name. Move it away, or name another.")
+    for name in (config["experiment"], *dict.fromkeys(name for row in rows for name in row)):
+        if NAME.fullmatch(name) is None:
+            raise ForeignRecordError(f"{where} says {name!r}, which is no name for files. Move it away.")
     return Run(config, environment or {}, rows, outcome, keepsakes or {})
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, dict) and "update" in row and all(isinstance(value, (int, float)) for value in row.values())
 
 
 def _furthest(runs: Iterable[Run]) -> list[Run]:
     found: dict[str, Run] = {}
     for run in runs:
-        key, known = repr(sorted(flat(run.config).items())), found.get(repr(sorted(flat(run.config).items())))
-        if known is None or (run.outcome is not None, run.updates) > (known.outcome is not None, known.updates):
+        key = json.dumps(run.config, sort_keys=True)
+        known = found.setdefault(key, run)
+        if (run.outcome is not None, run.updates) > (known.outcome is not None, known.updates):
             found[key] = run
     return list(found.values())
 

@@ -145,13 +145,19 @@ def run_name(run: Run) -> str:
 
 def origins(experiment: Experiment) -> list[str]:
     """Where and with which code the runs were made; several lines if not all alike."""
-    known = [run.environment for run in experiment.runs if run.environment]
-    return sorted({origin(dict(environment)) for environment in known}) or ["unknown"]
+    return sorted({_origin(run.environment) for run in experiment.runs})
 
 
 def sources(experiment: Experiment) -> list[str]:
     """The data of the runs."""
     return sorted({run.config["data"] for run in experiment.runs})
+
+
+def _origin(environment: Mapping[str, Any]) -> str:
+    try:
+        return origin(dict(environment))
+    except (KeyError, TypeError):  # of a record that says less than ours
+        return "unknown"
 
 
 def _final(group: Group, measure: str) -> str:

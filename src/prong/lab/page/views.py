@@ -87,14 +87,22 @@ def cifar10(experiment: Experiment) -> Sequence[Figure]:
 
 def conditioning(experiment: Experiment) -> Sequence[Figure]:
     """The Fisher before and after, its condition number over training for every run, and the training loss."""
-    maps = [run for run in experiment.runs if {"before", "after"} <= run.keepsakes.keys()]
+    maps = [run for run in experiment.runs if all(_positive(run.keepsakes.get(when)) for when in WHEN)]
     heat = [_heat(run) for run in maps[:1]]
     found = groups(experiment.runs)
     curves = [
         line for group, look in zip(found, looks(found), strict=True) for line in _each(group, relative_condition, look)
     ]
     title = "Condition number of the Fisher, relative to its first value"
-    relative = Chart("condition", title, UPDATES, "condition number, % of the first", curves, note="One curve per run.")
+    relative = Chart(
+        "condition",
+        title,
+        UPDATES,
+        "condition number, % of the first",
+        curves,
+        log_y=_log(curves, None),
+        note="One curve per run.",
+    )
     learning = [quantity for quantity in quantities(experiment.runs) if quantity.startswith("train_")]
     return [*heat, relative, *(over(experiment, quantity) for quantity in learning)]
 
@@ -146,7 +154,7 @@ def _errors(
     curves = [
         curve(group, group.points("train_squared_error"), style) for group, style in zip(named, styles, strict=True)
     ]
-    return Chart(name, title, UPDATES, words("train_squared_error"), curves, note=note)
+    return Chart(name, title, UPDATES, words("train_squared_error"), curves, log_y=_log(curves, None), note=note)
 
 
 def _pair(group: Group) -> str:
@@ -176,6 +184,11 @@ def _percent(quantity: str) -> Value:
 def _log(curves: Sequence[Curve], wanted: bool | None) -> bool:
     positive = all(y > 0 for line in curves for y in (*line.y, *line.low))
     return positive if wanted is None else wanted and positive
+
+
+def _positive(matrix: Sequence[Sequence[float]] | None) -> bool:
+    """Whether there is something to show on a logarithmic scale."""
+    return bool(matrix) and max(max(row, default=0.0) for row in matrix or ()) > 0
 
 
 def _heat(run: Run) -> HeatMaps:
