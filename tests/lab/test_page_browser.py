@@ -98,6 +98,12 @@ def test_names_from_files_are_shown_as_they_are(browser: Chrome) -> None:
     assert ODD in [cell.text for cell in browser.find_elements(By.CSS_SELECTOR, "td")]
 
 
+def test_no_chart_offers_to_be_uploaded(browser: Chrome) -> None:
+    buttons = browser.find_elements(By.CSS_SELECTOR, ".modebar-btn")
+    names = {str(button.get_attribute("data-title")) for button in buttons}
+    assert "Download plot" in names and not any("share" in name.lower() or "cloud" in name.lower() for name in names)
+
+
 def test_on_a_narrow_screen_the_page_keeps_its_width(browser: Chrome) -> None:
     metrics = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)

@@ -17,6 +17,8 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 CONFIG = {
     "responsive": True,
     "displaylogo": False,
+    "showSendToCloud": False,  # plotly would offer to upload the chart, by default
+    "plotlyServerURL": "",
     "modeBarButtonsToRemove": ["lasso2d", "select2d"],
     "toImageButtonOptions": {"format": "svg"},
 }
