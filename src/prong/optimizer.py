@@ -45,6 +45,7 @@ class PRONG(torch.optim.SGD):
         storage: the dtype of the matrices; see `whiten_`.
         source: where those examples come from: "window", "ema", or a loader; see `Refresher`.
         lag: factorise in another thread while training goes on, and change coordinates so many updates later.
+        early: refresh after updates 1, 2, 4, ... too, before the first period is over; see `Refresher`.
         plus: PRONG+: rescale by the deviation of the whitened activations after every update.
         balance: divide each layer's step by the running mean square of its output gradients: one learning rate
             fits all layers. It needs to know of loss scaling, see `loss_scale`.
@@ -73,6 +74,7 @@ class PRONG(torch.optim.SGD):
         storage: torch.dtype | None = None,
         source: Source = "window",
         lag: int = 0,
+        early: bool = True,
         plus: bool = False,
         balance: bool = False,
         gradient_whitening: GradientSource | None = None,
@@ -119,6 +121,7 @@ class PRONG(torch.optim.SGD):
                 samples=samples,
                 source=source,
                 lag=lag,
+                early=early,
                 on_refresh=on_refresh,
                 plus=plus,
                 gradients=gradients,

@@ -38,7 +38,7 @@ from prong.windows import Windows
 
 Source = Literal["window", "ema"] | Iterable[Any]
 Period = int | Literal["auto"]
-SETTINGS = ("eps", "period", "samples", "lag")
+SETTINGS = ("eps", "period", "samples", "lag", "early")
 
 
 class Refresher:
@@ -60,6 +60,8 @@ class Refresher:
             is long, older ones fade); "ema": all forwards, forgotten at a rate that leaves `samples`; or an iterable of
             batches (a loader) to run the model on, as the paper does.
         lag: factorise in another thread, and change coordinates so many updates later; 0 does both at once.
+        early: refresh after updates 1, 2, 4, ... too, before the first period is over. Without, call `refresh` to
+            whiten at the start.
         on_refresh: "transport" the optimizer's momentum exactly, or "reset" it, as the paper did.
         plus: PRONG+: after each update, rescale by the standard deviation of the whitened activations.
         gradients: whitening of gradients, if wanted.
@@ -75,6 +77,7 @@ class Refresher:
         samples: int = 12_800,  # N_s
         source: Source = "window",
         lag: int = 0,
+        early: bool = True,
         on_refresh: OnRefresh = "transport",
         plus: bool = False,
         gradients: GradientWhitening | None = None,
@@ -87,6 +90,10 @@ class Refresher:
             check_count("period", period, 1)
         elif plus:
             raise ValueError("PRONG+ rescales at every update, which hides drift; give it a period in updates")
+        if not isinstance(early, bool):
+            raise TypeError(f"early is True or False, got {early!r}")
+        if period == "auto" and not early:
+            raise ValueError("drift is known only after the early refreshes: early=False needs a period in updates")
         check_count("lag", lag, 0)
         check_count("samples", samples, 2)
         if isinstance(source, str) and source not in ("window", "ema"):
@@ -100,7 +107,7 @@ class Refresher:
         self.sites = require_whitened(model)
         check_optimizer(optimizer, self.sites, plus)
         self.model, self.optimizer = model, optimizer
-        self.eps, self.period, self.samples = eps, period, samples
+        self.eps, self.period, self.samples, self.early = eps, period, samples, early
         self.source, self.lag, self.on_refresh, self.plus = source, lag, on_refresh, plus
         self.gradients = gradients
         self.updates = 0
@@ -145,7 +152,7 @@ class Refresher:
         doubling = 1 << (now - 1).bit_length()
         if self.period == "auto":
             return doubling if any(doubling <= self._first_updates(name) for name in self.sites) else None
-        return min(doubling, self.period) if now <= self.period else -(-now // self.period) * self.period
+        return min(doubling, self.period) if now <= self.period and self.early else -(-now // self.period) * self.period
 
     def detach(self) -> None:
         """Stop refreshing: forget windows and the optimizer. The whitening stays as it is."""

@@ -8,14 +8,17 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Annotated, get_args, get_origin
 
 import pytest
 import tyro
 
 from prong.lab import cli
-from prong.lab.cli import BENCH, PRONG, Command, main
+from prong.lab.cli import BENCH, PRONG, Command, Group, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,15 +42,30 @@ def test_the_package_installs_the_command() -> None:
 
 def test_help_lists_the_commands_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
     shown = printed(capsys, "--help")
-    assert "demo" in shown and "bench" in shown and "examples:\n  prong demo" in shown
+    assert "run" in shown and "bench" in shown and "examples:\n  prong list" in shown
     shown = printed(capsys, "bench", "--help")
     assert all(name in shown for name in BENCH.members) and "examples:\n  prong bench step-cost" in shown
 
 
 def commands() -> dict[str, Command]:
     """All of them, by what is typed."""
-    bench = {f"bench {name}": command for name, command in BENCH.members.items()}
-    return {name: c for name, c in {**PRONG.members, **bench}.items() if isinstance(c, Command)}
+    return dict(_commands(PRONG, ""))
+
+
+def _commands(group: Group, prefix: str) -> Iterator[tuple[str, Command]]:
+    for name, member in group.members.items():
+        if isinstance(member, Command):
+            yield f"{prefix}{name}", member
+        else:
+            yield from _commands(member, f"{prefix}{name} ")
+
+
+def options(function: Callable[..., None]) -> set[str]:
+    """The names of a command's options: its arguments, or the fields of the one that holds them."""
+    arguments = inspect.signature(function, eval_str=True).parameters
+    held = [get_args(a.annotation)[0] for a in arguments.values() if get_origin(a.annotation) is Annotated]
+    kinds = [kind for kind in held if is_dataclass(kind)]
+    return {field.name for kind in kinds for field in fields(kind)} if kinds else set(arguments)
 
 
 @pytest.mark.parametrize("name", commands())
@@ -56,32 +74,33 @@ def test_every_command_explains_its_options_and_shows_examples(name: str, capsys
     shown = printed(capsys, *name.split(), "--help")
     assert f"usage: prong {name}" in shown and "Args:" not in shown
     assert all(f"  {example}\n" in shown for example in command.examples)
-    for option in inspect.signature(command.load()).parameters.values():
-        if "Positional" not in str(option.annotation):
-            assert f"--{option.name.replace('_', '-')}" in shown
+    usage = shown.partition("\n")[0].split()
+    for option in options(command.load()):
+        assert f"--{option.replace('_', '-')}" in shown or option.upper() in usage  # by name or by place
 
 
 @pytest.mark.parametrize("name", commands())
 def test_examples_are_commands_that_parse(name: str) -> None:
     function = commands()[name].load()
     for example in commands()[name].examples:
-        called, words = f"prong {name}".split(), shlex.split(example)
+        words = shlex.split(example)
+        called = ["prong", *name.split()]
         assert words[: len(called)] == called
-        given = functools.wraps(function)(lambda **options: options)
+        given = functools.wraps(function)(lambda **given: given)
         assert tyro.cli(given, args=words[len(called) :]).keys() == inspect.signature(function).parameters.keys()
 
 
 def test_arguments_reach_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def demo(updates: int = 500) -> None:
+    def compress(updates: int = 500) -> None:
         seen.append(updates)
 
-    module = ModuleType("prong.lab.demo")
-    module.main = demo  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "prong.lab.demo", module)
-    main(["demo", "--updates", "3"])
-    main(["demo"])
+    module = ModuleType("prong.lab.compression")
+    module.main = compress  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "prong.lab.compression", module)
+    main(["compression", "--updates", "3"])
+    main(["compression"])
     assert seen == [3, 500]
 
 
@@ -113,11 +132,12 @@ def test_another_missing_module_is_not_blamed_on_the_lab_extra(monkeypatch: pyte
         main([])
 
 
-def test_help_needs_neither_the_benchmarks_nor_the_demo() -> None:
+def test_help_needs_neither_the_benchmarks_nor_the_experiments() -> None:
     code = (
         "import sys\nfrom prong.lab.cli import main\n"
         "try: main(['bench', '--help'])\nexcept SystemExit: pass\n"
-        "sys.exit(str([m for m in sys.modules if m.startswith('prong.lab.') and m != 'prong.lab.cli'] or ''))"
+        "light = {'prong.lab.cli', 'prong.lab.experiments', 'prong.lab.experiments.catalogue'}\n"
+        "sys.exit(str([m for m in sys.modules if m.startswith('prong.lab.') and m not in light] or ''))"
     )
     assert python(code).stderr.strip() == ""
 

@@ -57,7 +57,7 @@ def test_methods_take_turns_and_a_counted_block_holds_one_refresh(
             nonlocal refreshes
             refreshes = 0
             train(lap)
-            blocks.append((type(lap.optimizer).__name__, refreshes))
+            blocks.append((type(lap.training.optimizer).__name__, refreshes))
 
         return block
 
@@ -79,7 +79,7 @@ def test_a_method_that_cannot_run_here_says_why_and_stops_nobody(
     problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(lap: clock._Lap) -> None:
-        if type(lap.optimizer).__name__ == "Adam":
+        if type(lap.training.optimizer).__name__ == "Adam":
             raise RuntimeError("can't allocate memory")
 
     monkeypatch.setattr(clock._Lap, "train", train)

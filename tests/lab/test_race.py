@@ -23,7 +23,7 @@ from prong.lab.bench import document
 from prong.lab.contestants import Contestant, Problem
 from prong.lab.ledger import Ledger, SeededRun, judged, time_trial
 from prong.lab.methods import METHODS
-from prong.lab.race import race
+from prong.lab.race import RACERS, race
 from prong.lab.record import ForeignRecordError
 from prong.lab.search import Trial, propose
 from prong.lab.training import Row, Run
@@ -297,7 +297,11 @@ def test_the_command_shows_a_table_ratios_and_a_plot_and_is_quiet_about_progress
 
 def test_the_defaults_are_those_agreed_on() -> None:
     defaults = {name: p.default for name, p in inspect.signature(race).parameters.items()}
-    assert defaults["methods"] == tuple(METHODS) and defaults["initialisations"] == ("standard", "whitened")
+    assert (
+        defaults["methods"] == RACERS
+        and set(RACERS) <= set(METHODS)
+        and defaults["initialisations"] == ("standard", "whitened")
+    )
     assert defaults["thresholds"] == (10.0, 7.0, 5.0, 4.0) and defaults["seeds"] == (2, 3, 4)
     assert defaults["trials"] == 10 and defaults["target"] == 7.0 and defaults["every"] == 25
 

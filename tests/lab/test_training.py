@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import pytest
@@ -12,12 +12,28 @@ from torch import nn
 from torch.optim import SGD
 
 import prong
-from prong.lab.methods import METHODS, Schedule, Together
-from prong.lab.training import Divergence, Plan, Row, Run, minibatches, squared_error, step, train
+from prong.lab.data import Digits
+from prong.lab.methods import METHODS, Schedule, Together, Trains
+from prong.lab.tasks.base import Divergence
+from prong.lab.tasks.reconstruction import Reconstruction, reconstruction_errors
+from prong.lab.training import Order, Plan, Row, Run, Training, minibatches, train
 from tests.lab.digits import small_digits
 
 DIGITS = small_digits()
 PLAN = Plan(updates=8, batch=16, warm_up=2, evaluations=4)
+
+
+@dataclass(frozen=True)
+class InMemory(Reconstruction):
+    """The task on digits that are in no file."""
+
+    held: Digits = DIGITS
+
+    def digits(self) -> Digits:
+        return self.held
+
+
+TASK = InMemory()
 
 
 def small_model(seed: int = 0) -> nn.Sequential:
@@ -25,9 +41,17 @@ def small_model(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(784, 6), nn.Sigmoid(), nn.Linear(6, 784))
 
 
-def run_sgd(lr: float = 1e-3, plan: Plan = PLAN, **options) -> Run:
+def trained(model: nn.Module, optimizer: Trains, plan: Plan = PLAN, seconds: float = 0.0) -> Run:
+    return train(Training(TASK, model, optimizer, plan, seconds))
+
+
+def run_sgd(lr: float = 1e-3, plan: Plan = PLAN, seconds: float = 0.0) -> Run:
     model = small_model()
-    return train(model, SGD(model.parameters(), lr, momentum=0.9), DIGITS, plan, **options)
+    return trained(model, SGD(model.parameters(), lr, momentum=0.9), plan, seconds)
+
+
+def squared_error(model: nn.Module, examples: torch.Tensor) -> float:
+    return reconstruction_errors(model, examples)["squared_error"]
 
 
 def errors(run: Run) -> list[tuple[int, float, float]]:
@@ -39,8 +63,8 @@ def test_the_same_seed_gives_the_same_run(optimizer: str) -> None:
     def once() -> Run:
         model = small_model()
         if optimizer == "sgd":
-            return train(model, SGD(model.parameters(), 1e-3), DIGITS, PLAN)
-        return train(model, prong.PRONG(model, 1e-5, period=4, samples=32), DIGITS, PLAN)
+            return trained(model, SGD(model.parameters(), 1e-3))
+        return trained(model, prong.PRONG(model, 1e-5, period=4, samples=32))
 
     assert errors(once()) == errors(once())
 
@@ -58,11 +82,11 @@ def test_errors_fall_and_are_measured_before_during_and_after() -> None:
 
 
 def test_seconds_begin_with_those_spent_and_leave_out_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(model: nn.Module, examples: torch.Tensor) -> float:
+    def slow(model: nn.Module, examples: torch.Tensor) -> dict[str, float]:
         time.sleep(0.2)
-        return 1.0
+        return {"squared_error": 1.0}
 
-    monkeypatch.setattr("prong.lab.training.squared_error", slow)
+    monkeypatch.setattr("prong.lab.tasks.reconstruction.reconstruction_errors", slow)
     run = run_sgd(seconds=100.0)
     assert run.rows[0] == Row(0, 100.0, 1.0, 1.0)
     assert 100 < run.rows[-1].seconds < 101.5  # ten evaluations would be two seconds
@@ -70,7 +94,8 @@ def test_seconds_begin_with_those_spent_and_leave_out_evaluation(monkeypatch: py
 
 def test_every_update_is_announced() -> None:
     seen: list[int] = []
-    run_sgd(on_update=seen.append)
+    model = small_model()
+    train(Training(TASK, model, SGD(model.parameters(), 1e-3), PLAN), seen.append)
     assert seen == list(range(1, 9))
 
 
@@ -79,7 +104,8 @@ def test_the_loss_is_cross_entropy_and_the_error_is_squared_each_per_example() -
     p = torch.sigmoid(model(x)).double()
     cross_entropy = -(x * p.log() + (1 - x) * (1 - p).log()).sum() / 5
     assert squared_error(model, x) == pytest.approx(((p - x) ** 2).sum().item() / 5, rel=1e-5)
-    assert step(model, SGD(model.parameters(), 1e-3), x) == pytest.approx(cross_entropy.item(), rel=1e-5)
+    assert reconstruction_errors(model, x)["cross_entropy"] == pytest.approx(cross_entropy.item(), rel=1e-5)
+    assert TASK.loss(model(x), x).item() == pytest.approx(cross_entropy.item(), rel=1e-5)
 
 
 def test_evaluation_does_not_enter_the_statistics_of_prong() -> None:
@@ -102,7 +128,7 @@ def test_a_run_shorter_than_the_warm_up_has_rates_above_zero() -> None:
 
 
 def test_without_decay_the_rate_stays() -> None:
-    plan = Plan(updates=200, warm_up=50, decay=False)
+    plan = Plan(updates=200, warm_up=50, anneal="constant")
     assert [plan.rate(u) for u in (0, 24, 49, 150, 5000)] == [0.02, 0.5, 1, 1, 1]
 
 
@@ -112,14 +138,14 @@ def test_every_group_gets_its_own_rate_times_the_plans(monkeypatch: pytest.Monke
     seen: list[list[float]] = []
     watched = Together(*halves)
     halves[1].register_step_post_hook(lambda *_: seen.append([group["lr"] for group in watched.param_groups]))
-    train(model, watched, DIGITS, PLAN)
+    trained(model, watched)
     assert seen == [[1e-3 * PLAN.rate(u), 1e-2 * PLAN.rate(u)] for u in range(PLAN.updates)]
 
 
 @pytest.mark.parametrize("method", ["Muon", "SOAP", "Adam, whitened coordinates"])
 def test_whatever_trains_is_trained(method: str) -> None:
     model = small_model()
-    run = train(model, METHODS[method].make(model, {"lr": 1e-3, "eps": 0.1}, Schedule()), DIGITS, PLAN)
+    run = trained(model, METHODS[method].make(model, {"lr": 1e-3, "eps": 0.1}, Schedule()))
     assert run.failure is None and run.rows[-1].train_error < run.rows[0].train_error
 
 
@@ -167,7 +193,7 @@ def test_divergence_of_sgd_is_reported_with_its_update() -> None:
 
 def test_divergence_met_first_by_the_statistics_of_prong_is_reported_too() -> None:
     model = nn.Sequential(nn.Linear(784, 6), nn.Linear(6, 784))
-    run = train(model, prong.PRONG(model, 1e30), DIGITS, PLAN)
+    run = trained(model, prong.PRONG(model, 1e30))
     assert run.failure is not None and run.failure.startswith("diverged at update ")
 
 
@@ -179,13 +205,49 @@ def test_a_factorisation_that_fails_is_a_divergence() -> None:
         torch.linalg.cholesky(torch.full((2, 2), torch.nan))
 
     optimizer.register_step_pre_hook(fail)
-    run = train(model, optimizer, DIGITS, PLAN)
+    run = trained(model, optimizer)
     assert run.failure is not None and run.failure.startswith("diverged at update 1: linalg.cholesky")
 
 
 def test_a_loss_that_is_not_finite_makes_no_update() -> None:
     model = small_model()
     before = [p.clone() for p in model.parameters()]
+    broken = replace(DIGITS, train=torch.full_like(DIGITS.train, torch.nan))
     with pytest.raises(Divergence, match="nan"):
-        step(model, SGD(model.parameters(), 1e-3), torch.full((2, 784), torch.nan))
+        Training(InMemory(held=broken), model, SGD(model.parameters(), 1e-3), PLAN).advance()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_the_order_of_an_update_needs_no_memory_of_those_before() -> None:
+    whole = Order(10, 3, seed=4)
+    taken = [whole(update) for update in range(9)]
+    assert all(torch.equal(Order(10, 3, seed=4)(update), taken[update]) for update in (8, 2, 5))
+    assert not torch.equal(Order(10, 3, seed=5)(0), taken[0])
+
+
+def test_the_waterfall_divides_the_rate_by_ten_after_four_measurements_without_improvement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    errors = iter([9.0, 8.0, 8.0, 7.99, 7.98, 7.97, 7.0, 6.0, 5.0])
+    monkeypatch.setattr(InMemory, "measure", lambda *_: {"train_squared_error": next(errors)})
+    model = small_model()
+    plan = replace(PLAN, evaluations=8, warm_up=0, anneal="waterfall")
+    training, rates = Training(TASK, model, SGD(model.parameters(), 1e-3), plan), []
+    while not training.ended:
+        row = training.proceed()
+        rates.append(row["lr"])
+    # measured after updates 2, 3, 4 and 5 there is less than 1 % of improvement on update 1
+    assert rates == pytest.approx([1e-3] * 6 + [1e-4] * 3)
+
+
+def test_a_row_tells_where_training_stands_and_the_mean_loss_since_the_row_before() -> None:
+    model = small_model()
+    training = Training(TASK, model, SGD(model.parameters(), 1e-3), replace(PLAN, anneal="constant"))
+    losses, rows = [], []
+    while not training.ended:
+        row = training.proceed()
+        losses.append(training.loss)
+        rows += [row] if row is not None else []
+    assert "loss" not in rows[0] and rows[1]["loss"] == pytest.approx(sum(losses[1:3]) / 2)
+    assert [row["update"] for row in rows] == [0, 2, 4, 6, 8]
+    assert rows[-1]["epoch"] == 8 / (len(DIGITS.train) // 16) and rows[-1]["lr"] == 1e-3

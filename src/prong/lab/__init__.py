@@ -1,1 +1,1 @@
-"""The paper's experiments: data, models, training, demo and benchmark (install with `prong[lab]`)."""
+"""The paper's experiments: data, models, training, experiments and benchmarks (install with `prong[lab]`)."""

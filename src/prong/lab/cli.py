@@ -9,15 +9,21 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from prong.lab.experiments.catalogue import CATALOGUE
+
 LIBRARIES = (  # of the lab extra
+    "filelock",
     "jinja2",
     "matplotlib",
     "mlxtend",
     "numpy",
     "optuna",
     "plotly",
+    "pooch",
     "pytorch_optimizer",
+    "requests",
     "rich",
+    "sqlalchemy",
     "tyro",
 )
 
@@ -121,22 +127,48 @@ BENCH = Group(
         ),
     },
 )
+RUN = Group(
+    "Run an experiment of the paper.",
+    {entry.name: Command(entry.target, f"{entry.figure}.", entry.examples) for entry in CATALOGUE},
+)
+DATA = Group(
+    "Data sets: which there are, and how to get them.",
+    {
+        "list": Command(
+            "prong.lab.datasets.commands:list_sets",
+            "The data sets of the lab, and which of them are here.",
+            ("prong data list", "prong data list --data /srv/data"),
+        ),
+        "fetch": Command(
+            "prong.lab.datasets.commands:fetch_set",
+            "Download a data set, check it, and put it where experiments look for it.",
+            (
+                "prong data fetch mnist",
+                "prong data fetch cifar10 --version python --data /srv/data",
+                "prong data fetch fashion-mnist --mirror http://mirror.example/fashion",
+            ),
+        ),
+    },
+)
 PRONG = Group(
     "Natural neural networks: the lab of the paper's experiments.",
     {
-        "demo": Command(
-            "prong.lab.demo:main",
-            "Train the paper's autoencoder with PRONG and others, and compare them.",
-            ("prong demo", "prong demo --updates 100 --out runs/demo"),
+        "list": Command(
+            "prong.lab.experiments.listing:main",
+            "The experiments: what each tests, and how long it takes here.",
+            ("prong list",),
         ),
-        "conditioning": Command(
-            "prong.lab.conditioning:main",
-            "The exact Fisher of a small network: its condition number before and after whitening, and over training.",
+        "run": RUN,
+        "sweep": Command(
+            "prong.lab.sweep:sweep",
+            "Try an experiment at many settings of its methods, and choose the best of each.",
             (
-                "prong conditioning --json results/conditioning.json --plot conditioning.png --heat fisher.png",
-                "prong conditioning --seeds 0 --width 16 --updates 100",
+                "prong sweep autoencoder --grid paper --jobs 2",
+                "prong sweep autoencoder --methods prong adam --trials 8 --updates 500 --out runs/sweep/small",
+                "prong sweep autoencoder --grid grid.json --storage sqlite:///sweep.db",
             ),
         ),
+        "data": DATA,
         "compression": Command(
             "prong.lab.compression:main",
             "A trained classifier at a share of its size, by several rules.",

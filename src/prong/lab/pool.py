@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -22,11 +23,14 @@ def side_by_side(
     next_job: Callable[[str], Job[Result] | None],
     on_result: Callable[[str, Result], None],
     workers: int = 1,
+    shielded: bool = False,
 ) -> None:
     """Do the jobs of every name one after another, those of different names side by side.
 
     A name's next job is asked for when the result of its last one has been handed over, and names take turns. With one
-    worker the jobs are done in this process, else in others, to which they must be able to travel.
+    worker the jobs are done in this process, else in others, to which they must be able to travel. If they are
+    `shielded`, Ctrl-C waits until a job is ready for it, as with `interrupts.Stop`: it does not break a process that is
+    only beginning, or idle.
     """
     waiting, running = deque(names), dict[Future[Result], str]()
     with _executor(workers) as executor:
@@ -35,11 +39,22 @@ def side_by_side(
                 name = waiting.popleft()
                 job = next_job(name)
                 if job is not None:
-                    running[executor.submit(job)] = name
+                    with _without_interrupts() if shielded else nullcontext():
+                        running[executor.submit(job)] = name
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 name = running.pop(future)
                 on_result(name, future.result())
                 waiting.append(name)
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Meanwhile SIGINT waits; in processes that are begun here, until they want it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

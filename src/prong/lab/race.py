@@ -21,14 +21,28 @@ from prong.lab.methods import METHODS
 from prong.lab.models import autoencoder
 from prong.lab.pool import one_thread, side_by_side
 from prong.lab.record import ForeignRecordError, resume, write_json
-from prong.lab.report import plot_race, race_table, ratio_table
 from prong.lab.rules import TUNING_SEED, Rules
+from prong.lab.scoreboard import plot_race, race_table, ratio_table
 from prong.lab.search import Trial
 from prong.lab.standings import standings, summary
 
+RACERS = (
+    "PRONG",
+    "PRONG, balanced",
+    "PRONG+",
+    "SGD",
+    "batch norm",
+    "Adam",
+    "RMSprop",
+    "Muon",
+    "SOAP",
+    "Shampoo",
+    "PSGD-Kron",
+)
+
 
 def race(
-    methods: tuple[str, ...] = tuple(METHODS),
+    methods: tuple[str, ...] = RACERS,
     initialisations: tuple[Initialisation, ...] = ("standard", "whitened"),
     thresholds: tuple[float, ...] = (10.0, 7.0, 5.0, 4.0),
     trials: int = 10,

@@ -11,8 +11,8 @@ from torch import nn
 from prong.lab.clock import Pace
 from prong.lab.contestants import Contestant, Initialisation, Problem
 from prong.lab.methods import MOMENTUM
+from prong.lab.search import SPACE
 from prong.lab.training import Plan
-from prong.lab.tuning import SPACE
 
 TUNING_SEED = 1
 NONE: Mapping[int, float] = {}

@@ -21,6 +21,8 @@ from prong.lab.methods import Settings
 RANGES: Mapping[str, tuple[float, float]] = {"lr": (1e-5, 1.0), "eps": (1e-3, 1.0)}  # log-uniform
 STARTUP = 5  # random trials before the sampler learns from them; its default, 10, would be half a search or all of it
 
+SPACE: Mapping[str, Any] = {"ranges": RANGES, "random_trials": STARTUP}  # what a record says about the search
+
 
 @dataclass(frozen=True)
 class Trial:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -83,13 +84,13 @@ class Order:
         """The numbers of the examples for update 0, 1, ..."""
         epoch, position = divmod(update, self.per_epoch)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, torch.randperm(self.count, generator=seeded(self.seed, epoch))
+            self._epoch, self._order = epoch, torch.randperm(self.count, generator=seeded(self.seed, epoch, 0))
         return self._order[position * self.size : (position + 1) * self.size]
 
 
-def seeded(seed: int, number: int) -> torch.Generator:
-    """A generator of its own for each number."""
-    return torch.Generator().manual_seed((seed << 40) + number)
+def seeded(*numbers: int) -> torch.Generator:
+    """A generator of its own for these numbers: torch's takes 32 bits, in which they are mixed."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
 def minibatches(examples: Tensor, size: int, seed: int) -> Iterator[Tensor]:
@@ -146,7 +147,7 @@ class Training:
         if self.update < self.plan.warm_up or self.plan.anneal == "linear":
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * self.plan.rate(self.update)
-        x, y = self.task.batch(self._order(self.update), seeded(self.plan.seed + 1, self.update))
+        x, y = self.task.batch(self._order(self.update), seeded(self.plan.seed, self.update, 1))
         self.update += 1
         self.optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=self.plan.bf16):

@@ -8,7 +8,7 @@ from io import BytesIO
 from typing import Any
 
 from prong.lab.bench.sheets import NONE, Sheet
-from prong.lab.report import describe, plot_race
+from prong.lab.scoreboard import describe, plot_race
 from prong.lab.standings import Ratio, Standing, ratios, standings
 
 

@@ -50,8 +50,8 @@ def _kron_late(model: nn.Module, settings: Settings, schedule: Schedule) -> Trai
 
 TIMED: Mapping[str, Method] = {
     **METHODS,
-    "SGD, fused": Method("SGD, fused", _fused),
-    KRON_LATE: Method(KRON_LATE, _kron_late),
+    "SGD, fused": Method("sgd-fused", "SGD, fused", _fused),
+    KRON_LATE: Method("psgd-kron-late", KRON_LATE, _kron_late),
 }
 ALL_PACES: Mapping[str, Pace] = {**PACES, KRON_LATE: Pace(30)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -20,7 +21,7 @@ PAGE = "report.html"
 
 
 def main(
-    runs: tyro.conf.Positional[tuple[Path, ...]],
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUNS")],
     out: Path = Path("runs/report"),
     record: Path | None = None,
     markdown: Path | None = None,

