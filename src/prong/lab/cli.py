@@ -13,10 +13,12 @@ from prong.lab.experiments.catalogue import CATALOGUE
 
 LIBRARIES = (  # of the lab extra
     "filelock",
+    "jinja2",
     "matplotlib",
     "mlxtend",
     "numpy",
     "optuna",
+    "plotly",
     "pooch",
     "pytorch_optimizer",
     "requests",
@@ -171,6 +173,15 @@ PRONG = Group(
             "prong.lab.compression:main",
             "A trained classifier at a share of its size, by several rules.",
             ("prong compression --json results/compression.json --plot compression.png",),
+        ),
+        "report": Command(
+            "prong.lab.page.command:main",
+            "A page of what runs came to, beside the paper's claims.",
+            (
+                "prong report runs/autoencoder",
+                "prong report runs/autoencoder --record results/autoencoder.json",
+                "prong report results/autoencoder.json --markdown docs/reproduction.md",
+            ),
         ),
         "bench": BENCH,
     },

@@ -10,6 +10,7 @@ from typing import Any
 
 from prong.lab.bench import compiled, options, refresh, scaling, spaces, standings, step_cost, watching
 from prong.lab.bench.sheets import Sheet, as_markdown, origin
+from prong.lab.documentation import read_page, replace_section, write_changed
 from prong.lab.terminal import make_console
 
 PAGE = "performance.md"
@@ -56,23 +57,15 @@ def main(results: Path = Path("results"), docs: Path = Path("docs")) -> None:
         docs: folder of performance.md and its pictures.
     """
     page = docs / PAGE
-    try:
-        text = page.read_text()
-    except OSError as error:
-        raise SystemExit(f"{page} cannot be read: {error.strerror}") from error
+    text = read_page(page)
     pictures: dict[Path, bytes] = {}
     for section in SECTIONS:
         record, problem = load(results / f"{section.name}.json", section.name)
         picture = docs / f"{section.name}.png" if record is not None and section.picture is not None else None
         if record is not None and section.picture is not None and picture is not None:
             pictures[picture] = section.picture(record)
-        text = replace_section(text, section.name, render(section, record, problem, picture))
-    console = make_console()
-    for path, content in {page: text.encode(), **pictures}.items():
-        changed = not path.exists() or path.read_bytes() != content
-        if changed:
-            path.write_bytes(content)
-        console.print(f"{'written' if changed else 'unchanged'}: {path}", highlight=False, soft_wrap=True)
+        text = replace_section(text, section.name, render(section, record, problem, picture), PAGE)
+    write_changed(make_console(), {page: text.encode(), **pictures})
 
 
 def load(path: Path, name: str) -> tuple[Record | None, str]:
@@ -101,12 +94,3 @@ def render(section: Section, record: Record | None, problem: str, picture: Path 
     tables = [as_markdown(sheet) for sheet in section.sheets(record)]
     image = [f"![{section.name}]({picture.name})"] if picture is not None else []
     return "\n\n".join([*tables, *image, f"{made_by}: {origin(dict(record))}."])
-
-
-def replace_section(text: str, name: str, content: str) -> str:
-    """The page with the text between a section's markers replaced."""
-    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise SystemExit(f"{PAGE} needs the lines {begin} and {end}, once and in this order")
-    before, rest = text.split(begin)
-    return f"{before}{begin}\n{content}\n{end}{rest.split(end)[1]}"

@@ -18,19 +18,20 @@ NONE = "-"
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table as text: the first column names the row, the others hold numbers."""
+    """A table as text: the first `words` columns hold words, as a rule the row's name alone, the others numbers."""
 
     title: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
+    words: int = 1
 
 
 def as_rich(sheet: Sheet) -> Table:
     """For the terminal."""
     table = Table(title=sheet.title, caption=sheet.note or None, caption_justify="left")
     for number, heading in enumerate(sheet.headings):
-        table.add_column(heading, justify="right" if number else "left", no_wrap=number == 0)
+        table.add_column(heading, justify="right" if number >= sheet.words else "left", no_wrap=number == 0)
     for row in sheet.rows:
         table.add_row(*row)
     return table
@@ -53,10 +54,16 @@ def present(
 
 def as_markdown(sheet: Sheet) -> str:
     """For the documentation."""
-    rule = ["---", *["---:"] * (len(sheet.headings) - 1)]
-    lines = ["| " + " | ".join(cells) + " |" for cells in (sheet.headings, rule, *sheet.rows)]
-    note = f"\n\n{sheet.note}" if sheet.note else ""
-    return f"**{sheet.title}**\n\n" + "\n".join(lines) + note
+    rule = [*["---"] * sheet.words, *["---:"] * (len(sheet.headings) - sheet.words)]
+    texts = [[plain(cell) for cell in row] for row in (sheet.headings, *sheet.rows)]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (texts[0], rule, *texts[1:])]
+    note = f"\n\n{plain(sheet.note)}" if sheet.note else ""
+    return f"**{plain(sheet.title)}**\n\n" + "\n".join(lines) + note
+
+
+def plain(text: str) -> str:
+    """Text as it is: a bar would end a cell, a bracket begin an element, a line break end the table."""
+    return " ".join(text.split()).replace("|", r"\|").replace("<", "&lt;")
 
 
 def number(value: float) -> str:

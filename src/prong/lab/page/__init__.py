@@ -1,0 +1,1 @@
+"""`prong report`: what runs came to, as a page, as figures, and claim by claim."""

@@ -1,0 +1,182 @@
+"""The paper's claims, one entry each, and the table of what became of them here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from prong.lab.bench.sheets import NONE, Sheet
+from prong.lab.page import judges, sensitivities
+from prong.lab.page.findings import Finding
+from prong.lab.page.runs import Experiment
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the paper says.
+
+    Attributes:
+        experiment: that it is about.
+        text: the claim.
+        number: the paper's.
+        rule: when it holds here.
+        judge: what became of it, from runs that have ended.
+    """
+
+    experiment: str
+    text: str
+    number: str
+    rule: str
+    judge: Callable[[Experiment], Finding]
+
+    def finding(self, experiment: Experiment | None) -> Finding:
+        """What became of it; not run, if no run has ended."""
+        ended = [run for run in experiment.runs if run.outcome is not None] if experiment is not None else []
+        return self.judge(replace(experiment, runs=ended)) if experiment and ended else Finding(NONE, "not run")
+
+
+SQUARED = "median squared error on the training set"
+NEAR = "within a quarter of the paper's"
+CLAIMS = (
+    Claim(
+        "conditioning",
+        "Whitening the activations reduces the condition number of the Fisher",
+        "by more than 95 %",
+        "median reduction above 95 %",
+        partial(judges.reduction, least=95.0),
+    ),
+    Claim(
+        "conditioning",
+        "PRONG keeps it below that of SGD and RMSprop",
+        "a figure",
+        "smallest condition number at the end, each relative to its first",
+        judges.stays_conditioned,
+    ),
+    Claim(
+        "sensitivity",
+        "At small step sizes a lower ε speeds up learning",
+        "a figure",
+        f"at the smallest learning rate, lower final {SQUARED} with the smallest ε than with the largest",
+        sensitivities.lower_eps_helps,
+    ),
+    Claim(
+        "sensitivity",
+        "Lowering ε often does more than a larger learning rate",
+        "a figure",
+        "the smallest learning rate with a lower ε ends below every larger one with the largest ε",
+        sensitivities.eps_beats_rate,
+    ),
+    Claim(
+        "sensitivity",
+        "High learning rates with a small ε are unstable",
+        "left out of its figure",
+        "with the smallest ε the largest learning rate diverges and the smallest does not",
+        sensitivities.high_rates_diverge,
+    ),
+    Claim(
+        "sensitivity",
+        "A whitened initialisation beats fan-in, whatever T",
+        "a figure, five T",
+        f"lower final {SQUARED} for every T that was run with both",
+        sensitivities.whitened_start_wins,
+    ),
+    Claim(
+        "sensitivity",
+        "Learning degrades when T is too large",
+        "T = 100,000",
+        f"higher final {SQUARED} at T = 100,000 than at the best other T",
+        partial(sensitivities.long_period_degrades, period=1e5),
+    ),
+    Claim(
+        "autoencoder",
+        "PRONG needs fewer updates than the baselines",
+        "up to an order of magnitude",
+        f"the best variant reaches SGD's final {SQUARED} in a tenth of its updates or less",
+        partial(judges.fewer_updates, times=10.0),
+    ),
+    Claim(
+        "autoencoder",
+        "It is ahead of SGD, batch norm and RMSprop by the clock, too",
+        "a figure",
+        f"the best variant is the first of them at SGD's final {SQUARED}",
+        partial(judges.less_time, keys=("nesterov", "sgd", "batchnorm", "rmsprop")),
+    ),
+    Claim(
+        "autoencoder",
+        "It is ahead of every other method run here by the clock",
+        "not claimed",
+        f"the best variant is the first of all at SGD's final {SQUARED}",
+        judges.less_time,
+    ),
+    Claim(
+        "autoencoder",
+        "An epoch of PRONG costs more than SGD's",
+        "3.2 times",
+        NEAR,
+        partial(judges.cost, key="prong", times=3.2),
+    ),
+    Claim(
+        "autoencoder", "So does one of batch norm", "2.3 times", NEAR, partial(judges.cost, key="batchnorm", times=2.3)
+    ),
+    Claim("autoencoder", "And one of RMSprop", "9 times", NEAR, partial(judges.cost, key="rmsprop", times=9.0)),
+    Claim(
+        "autoencoder",
+        "Much of PRONG's time goes into the reparametrisation",
+        "34 %",
+        NEAR,
+        partial(judges.time_share, what="refresh", part=0.34),
+    ),
+    Claim(
+        "autoencoder",
+        "Little of it goes into means and covariances",
+        "4 %",
+        NEAR,
+        partial(judges.time_share, what="statistics", part=0.04),
+    ),
+    Claim(
+        "cifar10",
+        "PRONG and batch norm speed up training alike",
+        "a figure",
+        "both reach SGD's final training error in fewer updates, neither in more than 1.5 times the other's",
+        judges.similar_speed_ups,
+    ),
+    Claim(
+        "cifar10",
+        "PRONG generalises better than batch norm",
+        "7.32 % against 8.22 %",
+        "lower median test error, each chosen on the validation set",
+        judges.generalises_better,
+    ),
+    Claim(
+        "imagenet",
+        "Batch norm and PRONG+ end alike, ahead of SGD",
+        "28.6 %, 28.9 %, 32.1 %",
+        "validation errors within a point of each other, both below SGD's",
+        judges.top_1,
+    ),
+)
+
+
+def claims_of(experiment: str) -> list[Claim]:
+    """What the paper claims of an experiment."""
+    return [claim for claim in CLAIMS if claim.experiment == experiment]
+
+
+def claims_sheet(claims: Sequence[Claim], experiments: Mapping[str, Experiment]) -> Sheet | None:
+    """Claims and what became of them; None without claims."""
+    rows = []
+    for claim in claims:
+        finding = claim.finding(experiments.get(claim.experiment))
+        rows.append([claim.text, claim.number, finding.ours, finding.words, claim.rule])
+    headings = ["claim of the paper", "its number", "ours", "verdict", "holds if"]
+    return Sheet("Claims", headings, rows, words=len(headings)) if rows else None
+
+
+def tally(experiments: Iterable[Experiment]) -> dict[str, int]:
+    """How many of all claims got each verdict."""
+    known = {experiment.name: experiment for experiment in experiments}
+    counts = {"holds": 0, "does not hold": 0, "cannot be tested here": 0, "not run": 0}
+    for claim in CLAIMS:
+        counts[claim.finding(known.get(claim.experiment)).verdict] += 1
+    return counts

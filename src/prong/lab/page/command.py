@@ -1,0 +1,68 @@
+"""`prong report`: a page, figures, a record and the documentation, from folders of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from prong.lab.documentation import write_changed
+from prong.lab.page.html import render
+from prong.lab.page.markdown import written
+from prong.lab.page.printed import as_file
+from prong.lab.page.runs import Experiment, gather
+from prong.lab.page.sections import section
+from prong.lab.record import ForeignRecordError, write_json
+from prong.lab.terminal import announce, make_console, writable
+
+PAGE = "report.html"
+
+
+def main(
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUNS")],
+    out: Path = Path("runs/report"),
+    record: Path | None = None,
+    markdown: Path | None = None,
+) -> None:
+    """Make a page of what runs came to, beside the paper's claims; it needs no network. Figures lie beside it.
+
+    Args:
+        runs: folders of runs, searched to their bottom, or records of runs.
+        out: folder of report.html and of the figures, as PNG and SVG files.
+        record: JSON file for all runs, which must be of one experiment; the same page is made from it.
+        markdown: page of the documentation, in which what stands between the markers of these experiments is replaced.
+    """
+    if not runs:
+        raise SystemExit("name folders of runs, or records of them: prong report runs/autoencoder")
+    try:
+        experiments = gather(runs)
+    except ForeignRecordError as error:
+        raise SystemExit(str(error)) from error
+    if record is not None:
+        _one(experiments)
+    sections = [section(experiment) for experiment in experiments]
+    documentation = written(markdown, sections) if markdown is not None else {}
+    page = render(experiments, sections)
+    figures = {
+        f"{part.name}-{figure.name}.{kind}": as_file([figure], kind)
+        for part in sections
+        for figure in part.figures
+        for kind in ("png", "svg")
+    }
+    writable(out=out / PAGE, record=record, markdown=markdown)
+    (out / PAGE).write_text(page)
+    for name, content in figures.items():
+        (out / name).write_bytes(content)
+    if record is not None:
+        write_json(record, experiments[0].record())
+    console = make_console()
+    write_changed(console, documentation)
+    announce(console, Record=record, Page=out / PAGE)
+
+
+def _one(experiments: Sequence[Experiment]) -> None:
+    if len(experiments) != 1:
+        names = ", ".join(experiment.name for experiment in experiments)
+        raise SystemExit(f"--record takes runs of one experiment, and these are of {names}. Name fewer folders.")

@@ -1,0 +1,150 @@
+"""Runs that differ in their seed alone, and their medians."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from prong.lab.page.runs import Experiment, Run, flat
+
+Value = Callable[[Run, Mapping[str, float]], float | None]
+COUNTED = ("update", "epoch", "seconds", "lr")  # in rows, but not measures of anything
+
+
+@dataclass(frozen=True)
+class Point:
+    """What the runs of a group have in common after an update: medians, and the range of values."""
+
+    update: float
+    seconds: float
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """A method with one configuration, at several seeds.
+
+    Attributes:
+        name: for legends and tables; says what tells it from others of the same method.
+        runs: by seed.
+    """
+
+    name: str
+    runs: Sequence[Run]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What its runs share, and the seed of the first."""
+        return self.runs[0].config
+
+    @property
+    def method(self) -> str:
+        """The method's key."""
+        return self.runs[0].method
+
+    @property
+    def ended(self) -> Group:
+        """The runs that have ended, well or not."""
+        return Group(self.name, [run for run in self.runs if run.outcome is not None])
+
+    @property
+    def failed(self) -> bool:
+        """Whether at least half of its runs did."""
+        return 2 * sum(run.failure is not None for run in self.runs) >= len(self.runs) > 0
+
+    def points(
+        self, value: str | Value, seconds: Callable[[Run, Mapping[str, float]], float] | None = None
+    ) -> list[Point]:
+        """The median over runs at every update that was measured, in order.
+
+        A run that has failed counts as worse than any other from there on; where the median is such, there is no
+        point. One that has just not come so far, or was stopped at its aim, does not count.
+        """
+        of = value if callable(value) else measured(value)
+        clock = seconds or own_seconds
+        rows = [{row["update"]: row for row in run.rows} for run in self.runs]
+        points = []
+        for update in sorted({update for table in rows for update in table}):
+            values, times = [], []
+            for run, table in zip(self.runs, rows, strict=True):
+                found = of(run, table[update]) if update in table else None
+                if found is not None:
+                    values.append(found)
+                    times.append(clock(run, table[update]))
+                elif run.failure is not None and update not in table:
+                    values.append(math.inf)
+            middle = median(values) if values else math.inf
+            if math.isfinite(middle) and times:
+                finite = [v for v in values if math.isfinite(v)]
+                points.append(Point(update, median(times), middle, min(finite), max(finite)))
+        return points
+
+    def final(self, value: str | Value) -> Point | None:
+        """The last of its points; None without, or where half of its runs failed."""
+        points = [] if self.failed else self.points(value)
+        return points[-1] if points else None
+
+
+def measured(name: str) -> Value:
+    """What rows hold under a name."""
+    return lambda run, row: row.get(name)
+
+
+def own_seconds(run: Run, row: Mapping[str, float]) -> float:
+    """The seconds that the run itself took until then."""
+    return row.get("seconds", math.nan)
+
+
+def clocked(experiment: Experiment) -> Callable[[Run, Mapping[str, float]], float]:
+    """Seconds at the costs that were measured apart, where they were; else the runs' own."""
+
+    def seconds(run: Run, row: Mapping[str, float]) -> float:
+        pace = experiment.pace(run.method)
+        return own_seconds(run, row) if pace is None else pace.seconds(row["update"], run.config["initialisation"])
+
+    return seconds
+
+
+def reaching(points: Iterable[Point], value: float) -> Point | None:
+    """The first point with a median no larger than this."""
+    return next((point for point in points if point.median <= value), None)
+
+
+def groups(runs: Sequence[Run]) -> list[Group]:
+    """Runs by what they share apart from the seed, in their order, under names that tell them apart."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        shared = {key: value for key, value in flat(run.config).items() if key != "seed"}
+        found.setdefault(repr(sorted(shared.items())), []).append(run)
+    alike: dict[str, list[Mapping[str, Any]]] = {}
+    for members in found.values():
+        alike.setdefault(members[0].config["label"], []).append(flat(members[0].config))
+    return [Group(_name(members[0], alike[members[0].config["label"]]), members) for members in found.values()]
+
+
+def quantities(runs: Sequence[Run]) -> list[str]:
+    """The names of what was measured, in the order of the rows."""
+    names = dict.fromkeys(name for run in runs for row in run.rows for name in row)
+    return [name for name in names if name not in COUNTED]
+
+
+def _name(run: Run, alike: Sequence[Mapping[str, Any]]) -> str:
+    """The label, and what is not the same in all that share it."""
+    config = flat(run.config)
+    missing = object()
+    differing = [key for key in config if len({repr(other.get(key, missing)) for other in alike}) > 1]
+    told = [_told(key, config[key]) for key in differing if key not in ("seed", "data", "parameters")]
+    return ", ".join([run.config["label"], *told])
+
+
+def _told(key: str, value: Any) -> str:
+    if key == "initialisation":
+        return f"{value} init"
+    return (
+        f"{value}" if isinstance(value, str) else f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
+    )

@@ -1,0 +1,32 @@
+"""Sections of the documentation's page of results, made from runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from prong.lab.bench.sheets import as_markdown, plain
+from prong.lab.documentation import read_page, replace_section
+from prong.lab.page.printed import as_file
+from prong.lab.page.sections import Section
+
+
+def written(page: Path, sections: Sequence[Section]) -> dict[Path, bytes]:
+    """What the page and the pictures beside it should hold; sections of other experiments stay as they are."""
+    text, files = read_page(page), dict[Path, bytes]()
+    for section in sections:
+        picture = page.with_name(f"{page.stem}-{section.name}.png") if section.figures else None
+        if picture is not None:
+            files[picture] = as_file(section.figures)
+        text = replace_section(text, section.name, as_text(section, picture), page.name)
+    return {page: text.encode(), **files}
+
+
+def as_text(section: Section, picture: Path | None) -> str:
+    """Claims, picture, tables, and where all that comes from."""
+    claims = [as_markdown(section.claims)] if section.claims is not None else []
+    image = [f"![{plain(section.title)}]({picture.name})"] if picture is not None else []
+    notes = list(dict.fromkeys(figure.note for figure in section.figures if figure.note))
+    tables = [as_markdown(sheet) for sheet in (*section.results, *section.settings, *section.troubles)]
+    origin = f"{section.runs}. Data: {'; '.join(section.data)}. Made with {'; '.join(section.origins)}."
+    return "\n\n".join([*claims, *image, *map(plain, notes), *tables, plain(origin)])

@@ -1,0 +1,203 @@
+"""Runs to report on, from their folders or from records of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prong.lab.clock import Pace
+from prong.lab.folders import RunFolder, run_folders
+from prong.lab.methods import KEYS
+from prong.lab.record import ForeignRecordError, read_json
+
+CONFIG: Mapping[str, type] = {  # what the page asks of a configuration
+    **dict.fromkeys(("experiment", "part", "method", "label", "initialisation", "data"), str),
+    **dict.fromkeys(("seed", "parameters"), int),
+    **dict.fromkeys(("settings", "schedule", "plan"), dict),
+}
+NAME = re.compile(r"\w[\w.+-]*")  # of experiments and measures, which name files
+PAPER = ("conditioning", "sensitivity", "autoencoder", "cifar10", "imagenet")
+ORDER = list(KEYS)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as far as it came.
+
+    Attributes:
+        config: what was run.
+        environment: where and with which code, at its last sitting.
+        rows: what was measured, with the seconds of training until then.
+        outcome: how it ended; None if it has not.
+        keepsakes: what the task kept of the model.
+    """
+
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    rows: Sequence[Mapping[str, float]]
+    outcome: Mapping[str, Any] | None = None
+    keepsakes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def method(self) -> str:
+        """The method's key."""
+        return str(self.config["method"])
+
+    @property
+    def failure(self) -> str | None:
+        """How it failed, if it did."""
+        return self.outcome.get("failure") if self.outcome is not None else None
+
+    @property
+    def updates(self) -> int:
+        """How many were made, or measured if it has not ended."""
+        made = self.outcome.get("updates") if self.outcome is not None else None
+        return int(made if made is not None else self.rows[-1]["update"] if self.rows else 0)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """All runs of one experiment, and what updates cost, by method, where that was measured apart."""
+
+    name: str
+    runs: Sequence[Run]
+    clock: Mapping[str, Any] = field(default_factory=dict)
+
+    def pace(self, method: str) -> Pace | None:
+        """The costs of a method, if they were measured apart."""
+        found = self.clock.get(method)
+        if not found or not found.get("ms_per_update"):
+            return None
+        starts = found.get("initialisation_seconds") or [0.0]
+        return Pace(list(found["ms_per_update"]), float(found.get("start_up_seconds", 0.0)), list(starts))
+
+    def untimed(self) -> list[str]:
+        """The labels of methods whose costs were not measured apart."""
+        return list(dict.fromkeys(run.config["label"] for run in self.runs if self.pace(run.method) is None))
+
+    def parts(self) -> dict[str, Experiment]:
+        """Its parts by their names, in order; the name of an only one is often empty."""
+        return {name: self.part(name) for name in dict.fromkeys(run.config["part"] for run in self.runs)}
+
+    def part(self, name: str) -> Experiment:
+        """The runs of one part of it."""
+        return Experiment(self.name, [run for run in self.runs if run.config["part"] == name], self.clock)
+
+    def record(self) -> dict[str, Any]:
+        """All of it, as it is kept in a file."""
+        clock = {"clock": dict(self.clock)} if self.clock else {}
+        return {"experiment": self.name, **clock, "runs": [asdict(run) for run in self.runs]}
+
+
+def gather(paths: Iterable[Path]) -> list[Experiment]:
+    """The experiments in folders, searched to their bottom, and in records.
+
+    Of two runs of one configuration the one that came further is taken.
+
+    Raises:
+        ForeignRecordError: a path that is neither, or holds no runs.
+    """
+    runs: dict[str, list[Run]] = {}
+    clocks: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        for experiment in [_recorded(path)] if path.is_file() else _in_folders(path):
+            runs.setdefault(experiment.name, []).extend(experiment.runs)
+            clocks.setdefault(experiment.name, {}).update(experiment.clock)
+    return [Experiment(name, _sorted(_furthest(runs[name])), clocks[name]) for name in sorted(runs, key=_turn)]
+
+
+def _turn(name: str) -> tuple[int, str]:
+    """The paper's experiments in its order, then others."""
+    return PAPER.index(name) if name in PAPER else len(PAPER), name
+
+
+def _in_folders(path: Path) -> list[Experiment]:
+    if not path.is_dir():
+        raise ForeignRecordError(f"{path} does not exist. Name folders of runs, or records of them.")
+    folders = run_folders(path)
+    if not folders:
+        raise ForeignRecordError(f"{path} holds no runs: no config.json in it or below. Name another folder.")
+    found = [_from_folder(folder) for folder in folders]
+    return [Experiment(run.config["experiment"], [run]) for run in found]
+
+
+def _from_folder(folder: RunFolder) -> Run:
+    try:
+        config, environments = folder.config, folder.environments
+        rows, outcome, keepsakes = folder.rows(), folder.outcome, folder.keepsakes
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ForeignRecordError(f"{folder.path} is not the folder of a run: {error}. Move it away.") from error
+    return _checked(str(folder.path), config, environments[-1] if environments else {}, rows, outcome, keepsakes)
+
+
+def _recorded(path: Path) -> Experiment:
+    try:
+        content = read_json(path)
+    except OSError as error:
+        raise ForeignRecordError(f"{path} cannot be read: {error.strerror}. Name another file.") from error
+    kinds = {"experiment": str, "runs": list}
+    if not isinstance(content, dict) or not all(isinstance(content.get(name), kind) for name, kind in kinds.items()):
+        raise ForeignRecordError(f"{path} is not a record of runs. `prong report FOLDER --record FILE` makes one.")
+    name, runs = content["experiment"], []
+    for number, run in enumerate(content["runs"], start=1):
+        where = f"run {number} of {path}"
+        parts = run if isinstance(run, dict) else {}
+        runs.append(_checked(where, *map(parts.get, ("config", "environment", "rows", "outcome", "keepsakes"))))
+        if runs[-1].config["experiment"] != name:
+            raise ForeignRecordError(f"{where} is not of {name}. Make the record anew.")
+    return Experiment(name, runs, content.get("clock") or {})
+
+
+def _checked(where: str, config: Any, environment: Any, rows: Any, outcome: Any, keepsakes: Any) -> Run:
+    """The run, if it has all that a page is made from."""
+    if not isinstance(config, dict):
+        raise ForeignRecordError(f"{where} has no configuration. Move it away, or name another.")
+    wrong = [name for name, kind in CONFIG.items() if not isinstance(config.get(name), kind)]
+    if wrong:
+        raise ForeignRecordError(f"{where} is of another version: its configuration lacks {', '.join(wrong)}.")
+    if not isinstance(rows, list) or not all(_is_row(row) for row in rows):
+        raise ForeignRecordError(f"{where} has rows that are not numbers by name. Move it away, or name another.")
+    for name in (config["experiment"], *dict.fromkeys(name for row in rows for name in row)):
+        if NAME.fullmatch(name) is None:
+            raise ForeignRecordError(f"{where} says {name!r}, which is no name for files. Move it away.")
+    return Run(config, environment or {}, rows, outcome, keepsakes or {})
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, dict) and "update" in row and all(isinstance(value, (int, float)) for value in row.values())
+
+
+def _furthest(runs: Iterable[Run]) -> list[Run]:
+    found: dict[str, Run] = {}
+    for run in runs:
+        key = json.dumps(run.config, sort_keys=True)
+        known = found.setdefault(key, run)
+        if (run.outcome is not None, run.updates) > (known.outcome is not None, known.updates):
+            found[key] = run
+    return list(found.values())
+
+
+def _sorted(runs: Iterable[Run]) -> list[Run]:
+    def place(run: Run) -> tuple[Any, ...]:
+        known = ORDER.index(run.method) if run.method in ORDER else len(ORDER)
+        rest = [(key, _rank(value)) for key, value in sorted(flat(run.config).items()) if key != "seed"]
+        return run.config["part"], known, run.method, rest, run.config["seed"]
+
+    return sorted(runs, key=place)
+
+
+def _rank(value: Any) -> tuple[float, str]:
+    """Numbers by size, the rest by its text."""
+    return (float(value), "") if isinstance(value, (int, float)) else (0.0, str(value))
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without its levels: `schedule.period` becomes `period`."""
+    plain = {name: value for name, value in config.items() if not isinstance(value, dict)}
+    return plain | {
+        name: value for inner in config.values() if isinstance(inner, dict) for name, value in inner.items()
+    }

@@ -1,0 +1,199 @@
+"""The tables of an experiment: results, costs, settings, and the runs that did not come to their end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from prong.lab.bench.sheets import NONE, Sheet, origin
+from prong.lab.methods import KEYS
+from prong.lab.page.findings import SGD
+from prong.lab.page.groups import Group, groups, quantities
+from prong.lab.page.runs import Experiment, Run, flat
+from prong.lab.page.views import clock_note, setting, words
+
+FRACTIONS = ("train_error", "validation_error", "test_error")  # shown in %
+
+
+def results(experiment: Experiment, part: str = "") -> Sheet:
+    """What every method ended with: median and range over seeds."""
+    measures = quantities(experiment.runs)
+    rows = []
+    for group in groups(experiment.runs):
+        ended = group.ended
+        seeds = ", ".join(str(run.config["seed"]) for run in group.runs)
+        cells = [_final(ended, measure) for measure in measures]
+        rows.append([group.name, seeds, f"{median(run.updates for run in group.runs):,.0f}", *cells])
+    headings = ["method", "seeds", "updates", *(words(measure) + _unit(measure) for measure in measures)]
+    note = "Medians over seeds, and in brackets the smallest and the largest. Unfinished runs are not in them."
+    return Sheet(_titled("Final measurements", part), headings, rows, note)
+
+
+def chosen(experiment: Experiment) -> Sheet | None:
+    """What every method got where its validation error was smallest; None if there is no validation."""
+    rows = []
+    for group in groups(experiment.runs):
+        best = [row for run in group.ended.runs if (row := best_row(run))]
+        if best:
+            errors = [_spread([100 * row.get(key, math.nan) for row in best]) for key in FRACTIONS]
+            rows.append([group.name, str(len(best)), f"{median(row['update'] for row in best):,.0f}", *errors])
+    headings = ["method", "seeds", "update", *(f"{words(key)}, %" for key in FRACTIONS)]
+    note = "Each run where its validation error is smallest; failed and unfinished runs are not in it."
+    return Sheet("Chosen on the validation set", headings, rows, note) if rows else None
+
+
+def best_row(run: Run) -> Mapping[str, float] | None:
+    """The first row with the smallest validation error, of a run that came to its end."""
+    rows = [row for row in run.rows if "validation_error" in row]
+    return min(rows, key=lambda row: row["validation_error"]) if rows and run.failure is None else None
+
+
+def milliseconds(experiment: Experiment, group: Group) -> float | None:
+    """The time of an update: measured apart if it was, else the median of the runs' own, without initialisation."""
+    pace = experiment.pace(group.method)
+    if pace is not None:
+        return pace.milliseconds
+    paces = []
+    for run in group.ended.runs:
+        timed = [row for row in run.rows if "seconds" in row]
+        if len(timed) > 1:
+            updates = timed[-1]["update"] - timed[0]["update"]
+            paces.append(1000 * (timed[-1]["seconds"] - timed[0]["seconds"]) / updates)
+    return median(paces) if paces else None
+
+
+def costs(experiment: Experiment) -> Sheet | None:
+    """Time per update and per epoch beside SGD's; None without SGD."""
+    found = [(group, cost) for group in groups(experiment.runs) if (cost := milliseconds(experiment, group))]
+    base = next(((g, cost) for key in SGD for g, cost in found if g.method == key), None)
+    if base is None:
+        return None
+    batch = setting("batch")
+    rows = []
+    for group, cost in found:
+        epoch = cost * batch(base[0]) / (base[1] * batch(group))
+        shares = [share(experiment, group.method, what) for what in ("refresh", "statistics")]
+        percents = [NONE if part is None else f"{100 * part:.1f} %" for part in shares]
+        rows.append([group.name, f"{cost:.2f}", f"{cost / base[1]:.2f}", f"{epoch:.2f}", *percents])
+    headings = ["method", "ms per update", f"times {base[0].name}", "per epoch, times", "refresh", "statistics"]
+    return Sheet("Cost", headings, rows, f"{clock_note(experiment)} The initialisation is not counted in these.")
+
+
+def share(experiment: Experiment, method: str, what: str) -> float | None:
+    """The part of a method's time that goes into refreshes or into statistics, where it was measured."""
+    found = experiment.clock.get(method, {}).get(f"{what}_share")
+    return None if found is None else float(found)
+
+
+def grid(experiment: Experiment) -> Sheet | None:
+    """Final training errors by damping and learning rate; None without such runs."""
+    found = groups(experiment.part("eps").runs)
+    if not found:
+        return None
+    rates = sorted({setting("lr")(group) for group in found})
+    cells = {(setting("eps")(group), setting("lr")(group)): group for group in found}
+    rows = [
+        [f"{eps:g}", *(_cell(cells.get((eps, rate))) for rate in rates)]
+        for eps in sorted({eps for eps, _ in cells}, reverse=True)
+    ]
+    headings = ["ε", *(f"lr {rate:g}" for rate in rates)]
+    return Sheet("Final training error by ε and learning rate", headings, rows, "Squared error per example.")
+
+
+def settings(experiment: Experiment, part: str = "") -> Sheet:
+    """How every method was set."""
+    rows = []
+    for group in groups(experiment.runs):
+        config, plan = group.config, group.config["plan"]
+        told = ", ".join(f"{name} {_short(value)}" for name, value in config["settings"].items())
+        method = KEYS.get(group.method)
+        refreshing = method is None or "eps" in method.searched
+        schedule = [_short(config["schedule"].get(name)) if refreshing else NONE for name in ("period", "samples")]
+        numbers = [_short(plan.get("batch")), _short(plan.get("updates")), _short(config["parameters"])]
+        rows.append(
+            [group.name, told or NONE, config["initialisation"], str(plan.get("anneal", NONE)), *schedule, *numbers]
+        )
+    headings = ["method", "settings", "initialisation", "annealing", "T", "samples", "batch", "updates", "parameters"]
+    return Sheet(_titled("Settings", part), headings, rows, words=4)
+
+
+def failures(experiment: Experiment) -> Sheet | None:
+    """The runs that failed, and how; None if there are none."""
+    rows = [[run_name(run), run.failure] for run in experiment.runs if run.failure is not None]
+    return Sheet("Failed runs", ["run", "how"], rows, words=2) if rows else None
+
+
+def unfinished(experiment: Experiment) -> Sheet | None:
+    """The runs that have not ended, and how far they are; None if there are none."""
+    rows = [
+        [run_name(run), f"{run.updates:,} of {_short(flat(run.config).get('updates'))}"]
+        for run in experiment.runs
+        if run.outcome is None
+    ]
+    return Sheet("Unfinished runs", ["run", "updates"], rows) if rows else None
+
+
+def run_name(run: Run) -> str:
+    """What was run, in words."""
+    told = [f"{name} {_short(value)}" for name, value in run.config["settings"].items()]
+    period = f"T {_short(run.config['schedule'].get('period'))}"
+    words = [run.config["label"], run.config["part"], *told, period, f"{run.config['initialisation']} init"]
+    return ", ".join([word for word in words if word] + [f"seed {run.config['seed']}"])
+
+
+def origins(experiment: Experiment) -> list[str]:
+    """Where and with which code the runs were made; several lines if not all alike."""
+    return sorted({_origin(run.environment) for run in experiment.runs})
+
+
+def sources(experiment: Experiment) -> list[str]:
+    """The data of the runs."""
+    return sorted({run.config["data"] for run in experiment.runs})
+
+
+def _origin(environment: Mapping[str, Any]) -> str:
+    try:
+        return origin(dict(environment))
+    except (KeyError, TypeError):  # of a record that says less than ours
+        return "unknown"
+
+
+def _final(group: Group, measure: str) -> str:
+    if not group.runs:
+        return "unfinished"
+    factor = 100 if measure in FRACTIONS else 1
+    point = group.final(measure)
+    if point is None:
+        return "diverged" if group.failed else NONE
+    return _spread([factor * value for value in (point.low, point.median, point.high)], len(group.runs) > 1)
+
+
+def _spread(values: Sequence[float], several: bool = True) -> str:
+    low, middle, high = min(values), median(values), max(values)
+    told = [_number(value) for value in (middle, low, high)]
+    return f"{told[0]} ({told[1]}-{told[2]})" if several and len(values) > 1 else told[0]
+
+
+def _number(value: float) -> str:
+    """Four digits that count, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:#.4g}".rstrip(".")
+
+
+def _cell(group: Group | None) -> str:
+    return NONE if group is None else _final(group.ended, "train_squared_error")
+
+
+def _titled(title: str, part: str) -> str:
+    return f"{title}: {part}" if part else title
+
+
+def _unit(measure: str) -> str:
+    return ", %" if measure in FRACTIONS else ""
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return NONE if value is None else f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,123 @@
+"""The page in a real browser: charts are drawn, the legend hides a curve, nothing is fetched and nothing goes wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+from prong.lab.page.command import main
+from tests.lab.written_runs import errors, write_run
+
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+MISSING = "no chromium and chromedriver here: apt-get install chromium chromium-driver"
+ODD = "<b>bold</b> & <script>alert(1)</script> $x$"
+CHARTS = 3 + 2 + 1  # heat maps, condition numbers, loss; errors against updates and seconds; an unknown measure
+ARGUMENTS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,900")
+
+
+def write_runs(root: Path) -> Path:
+    for seed in (0, 1):
+        for method, pace in (("nesterov", 0.9), ("prong", 0.7)):
+            write_run(root, method, errors([(90 + seed) * pace**k for k in range(20)]), seed=seed)
+    matrix = [[math.exp(-abs(row - column)) for column in range(12)] for row in range(12)]
+    kept = {"before": matrix, "after": matrix, "condition_before": 1e4, "condition_after": 1e2}
+    rows = [{"update": k, "condition": 1e4 / (k + 1), "train_cross_entropy": 1 / (k + 1)} for k in range(5)]
+    write_run(root, "prong", rows, experiment="conditioning", keepsakes=kept)
+    write_run(root, "odd", [{"update": 0, "depth": 1.0}, {"update": 1, "depth": 0.5}], experiment="letters", label=ODD)
+    return root
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    """A browser that has opened the page, with a log of what it said and what it fetched."""
+    if BROWSER is None or DRIVER is None:
+        if os.environ.get("CI"):
+            pytest.fail(MISSING)
+        pytest.skip(MISSING)
+    folder = tmp_path_factory.mktemp("page")
+    main((write_runs(folder / "runs"),), folder / "out")
+    options = ChromeOptions()
+    options.binary_location = BROWSER
+    for argument in (*ARGUMENTS, f"--user-data-dir={folder / 'profile'}"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = Chrome(options=options, service=Service(DRIVER))
+    try:
+        driver.get((folder / "out" / "report.html").as_uri())
+        WebDriverWait(driver, 60).until(lambda d: len(d.find_elements(By.CSS_SELECTOR, ".chart .main-svg")) >= CHARTS)
+        yield driver
+    finally:
+        driver.quit()
+
+
+def visible(browser: Chrome, chart: int) -> list[object]:
+    """For each trace of a chart whether it is shown, as plotly has it."""
+    return list(
+        browser.execute_script(
+            "return document.querySelectorAll('.js-plotly-plot')[arguments[0]]._fullData.map(t => t.visible)", chart
+        )
+    )
+
+
+def test_every_chart_is_drawn(browser: Chrome) -> None:
+    charts = browser.find_elements(By.CSS_SELECTOR, ".js-plotly-plot")
+    assert len(charts) == CHARTS
+    drawn = [
+        len(chart.find_elements(By.CSS_SELECTOR, ".scatterlayer .trace path.js-line, .heatmaplayer image"))
+        for chart in charts
+    ]
+    assert drawn == [2, 1, 1, 4, 4, 1], "two heat maps; lines of one method; lines and bands of two"
+    for chart in charts:
+        assert chart.size["width"] > 300 and chart.size["height"] > 300
+
+
+def test_a_click_on_the_legend_hides_a_curve_with_its_band_and_another_brings_them_back(browser: Chrome) -> None:
+    chart = browser.find_elements(By.CSS_SELECTOR, ".js-plotly-plot")[3]
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", chart)
+    assert visible(browser, 3) == [True] * 4
+    for expected in (["legendonly", "legendonly", True, True], [True] * 4):
+        chart.find_elements(By.CSS_SELECTOR, ".legendtoggle")[0].click()
+        WebDriverWait(browser, 10).until(lambda d, wanted=expected: visible(d, 3) == wanted)  # type: ignore[misc]
+        lines = chart.find_elements(By.CSS_SELECTOR, ".scatterlayer .trace path.js-line")
+        assert len(lines) == expected.count(True)
+
+
+def test_names_from_files_are_shown_as_they_are(browser: Chrome) -> None:
+    chart = browser.find_elements(By.CSS_SELECTOR, ".js-plotly-plot")[5]
+    assert chart.find_element(By.CSS_SELECTOR, ".legendtext").get_attribute("textContent") == ODD
+    assert ODD in [cell.text for cell in browser.find_elements(By.CSS_SELECTOR, "td")]
+
+
+def test_no_chart_offers_to_be_uploaded(browser: Chrome) -> None:
+    buttons = browser.find_elements(By.CSS_SELECTOR, ".modebar-btn")
+    names = {str(button.get_attribute("data-title")) for button in buttons}
+    assert "Download plot" in names and not any("share" in name.lower() or "cloud" in name.lower() for name in names)
+
+
+def test_on_a_narrow_screen_the_page_keeps_its_width(browser: Chrome) -> None:
+    metrics = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_nothing_is_fetched_and_nothing_goes_wrong(browser: Chrome) -> None:
+    """Last, so that all that the others did is in the logs."""
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    requests = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+    fetched = {request["request"]["url"] for request in requests if not request["documentURL"].startswith("chrome:")}
+    assert {url.partition(":")[0] for url in fetched} <= {"file", "data", "blob"}
+    assert [url for url in fetched if url.startswith("file:")] == [browser.current_url]
+    assert browser.get_log("browser") == []

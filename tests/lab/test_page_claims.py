@@ -1,0 +1,216 @@
+"""Claims are judged from medians over seeds, as a hand calculation has it; what is missing or failed is not hidden."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prong.lab.page.claims import CLAIMS, Claim, tally
+from prong.lab.page.findings import Finding
+from prong.lab.page.runs import Experiment, gather
+from tests.lab.written_runs import errors, write_run
+
+
+def claim(text: str) -> Claim:
+    (found,) = [known for known in CLAIMS if text in known.text]
+    return found
+
+
+def judged(root: Path, text: str) -> Finding:
+    """What became of the claim with this text, from the runs below a folder."""
+    wanted = claim(text)
+    (experiment,) = [known for known in gather([root]) if known.name == wanted.experiment]
+    return wanted.finding(experiment)
+
+
+def write_seeds(root: Path, method: str, *runs: list[float], pace: float = 1.0) -> None:
+    for seed, values in enumerate(runs):
+        write_run(root, method, errors(values, pace=pace), seed=seed)
+
+
+def test_fewer_updates_is_the_ratio_of_updates_to_the_median_final_error_of_sgd(tmp_path: Path) -> None:
+    write_seeds(tmp_path, "nesterov", [90, 50, 30, 21], [90, 50, 30, 20], [90, 50, 30, 10])  # medians 90, 50, 30, 20
+    write_seeds(tmp_path, "prong", [90, 25, 20, 1], [90, 19, 18, 1], [90, 26, 21, 1])  # medians 90, 25, 20: at 20
+    write_seeds(tmp_path, "prong-balanced", [90, 25, 25, 25])  # never there
+    finding = judged(tmp_path, "fewer updates")
+    assert finding.verdict == "does not hold", "1.5 is less than ten"
+    assert finding.ours.startswith("1.5 times fewer: PRONG after 20, SGD after 30 updates, to 20")
+    assert finding.ours.endswith("3 seeds")
+
+
+def test_ten_times_fewer_updates_hold(tmp_path: Path) -> None:
+    write_seeds(tmp_path, "nesterov", [90, *range(89, 80, -1), 20])
+    write_seeds(tmp_path, "prong+", [90, 20])
+    finding = judged(tmp_path, "fewer updates")
+    assert (finding.verdict, finding.ours.split(":")[0]) == ("holds", "10.0 times fewer")
+
+
+def test_a_failed_seed_counts_as_worse_than_any_other(tmp_path: Path) -> None:
+    write_seeds(tmp_path, "nesterov", [90, 50, 20])
+    write_run(tmp_path, "prong", errors([90, 10, 5]), seed=0)
+    write_run(tmp_path, "prong", errors([90, 15, 5]), seed=1)
+    write_run(tmp_path, "prong", errors([90]), seed=2, failure="diverged at update 3: the loss is nan")
+    assert "PRONG after 10" in judged(tmp_path, "fewer updates").ours, "median of 10, 15 and infinity"
+    write_run(tmp_path, "prong", errors([90]), seed=3, failure="diverged at update 3: the loss is nan")
+    assert "none reaches" in judged(tmp_path, "fewer updates").ours, "half of them failed"
+
+
+@pytest.mark.parametrize(
+    ("pace", "verdict"), [(1.0, "holds"), (1.9, "holds"), (2.0, "does not hold"), (2.1, "does not hold")]
+)
+def test_ahead_by_the_clock_means_strictly_less_time(tmp_path: Path, pace: float, verdict: str) -> None:
+    write_seeds(tmp_path, "nesterov", [90, 50, 20])  # there after 20 s
+    write_seeds(tmp_path, "prong", [90, 20, 5], pace=pace)  # there after 10 updates
+    assert judged(tmp_path, "ahead of SGD, batch norm").verdict == verdict
+
+
+def test_others_than_the_paper_s_baselines_count_in_the_claim_about_every_method(tmp_path: Path) -> None:
+    write_seeds(tmp_path, "nesterov", [90, 50, 20])
+    write_seeds(tmp_path, "prong", [90, 20, 5])
+    write_seeds(tmp_path, "muon", [90, 20, 5], pace=0.5)
+    assert judged(tmp_path, "ahead of SGD, batch norm").verdict == "holds"
+    assert judged(tmp_path, "every other method").verdict == "does not hold"
+
+
+def test_a_clock_measured_apart_replaces_the_runs_own(tmp_path: Path) -> None:
+    write_seeds(tmp_path / "runs", "nesterov", [90, 50, 20])
+    write_seeds(tmp_path / "runs", "prong", [90, 20, 5], pace=100.0)
+    clock = {
+        "nesterov": {"ms_per_update": [90, 100, 500], "start_up_seconds": 0.0, "initialisation_seconds": []},
+        "prong": {"ms_per_update": [120], "start_up_seconds": 0.3, "refresh_share": 0.3, "statistics_share": 0.2},
+    }
+    (tmp_path / "clock.json").write_text(json.dumps({"experiment": "autoencoder", "runs": [], "clock": clock}))
+    assert judged(tmp_path / "runs", "ahead of SGD, batch norm").verdict == "does not hold"
+    (experiment,) = gather([tmp_path / "runs", tmp_path / "clock.json"])
+    ahead = claim("ahead of SGD, batch norm").finding(experiment)
+    assert ahead.verdict == "holds"
+    assert "PRONG 1.5 s to 20; SGD 1.33 times; side by side" in ahead.ours, "10 * 0.12 + 0.3 against 20 * 0.1"
+    cost = claim("An epoch of PRONG").finding(experiment)
+    assert cost == Finding("1.20 times (120.0 against 100.0 ms per update), cheaper here", "does not hold")
+    assert claim("reparametrisation").finding(experiment) == Finding("30.0 %", "holds")
+    assert claim("means and covariances").finding(experiment) == Finding("20.0 %", "does not hold")
+
+
+def test_an_epoch_of_larger_batches_has_fewer_updates(tmp_path: Path) -> None:
+    write_seeds(tmp_path, "nesterov", [90, 20])
+    plan = {"updates": 100, "batch": 256, "anneal": "linear"}
+    write_run(tmp_path, "batchnorm", errors([90, 20], pace=4.6), plan=plan)
+    finding = judged(tmp_path, "So does one")
+    assert (finding.verdict, finding.ours.split(" (")[0]) == ("holds", "2.30 times")
+
+
+def test_what_was_not_timed_apart_cannot_be_tested(tmp_path: Path) -> None:
+    write_seeds(tmp_path, "prong", [90, 20])
+    assert judged(tmp_path, "reparametrisation").words.startswith(
+        "cannot be tested here: the runs do not time it apart"
+    )
+
+
+def test_missing_methods_and_a_diverged_sgd_are_told(tmp_path: Path) -> None:
+    write_seeds(tmp_path, "prong", [90, 20])
+    assert judged(tmp_path, "fewer updates").words == "not run: no runs of SGD"
+    write_run(tmp_path, "nesterov", errors([90]), failure="diverged at update 2: the loss is inf")
+    assert judged(tmp_path, "fewer updates").words == "cannot be tested here: SGD diverged"
+
+
+def test_unfinished_runs_are_not_judged(tmp_path: Path) -> None:
+    write_run(tmp_path, "nesterov", errors([90, 50, 20]), ended=False)
+    write_run(tmp_path, "prong", errors([90, 5]), ended=False)
+    assert judged(tmp_path, "fewer updates").verdict == "not run"
+
+
+@pytest.mark.parametrize(
+    ("after", "verdict"), [((4, 4, 30), "holds"), ((4, 6, 6), "does not hold"), ((5, 5, 5), "does not hold")]
+)
+def test_the_reduction_of_the_condition_number_is_the_median_over_seeds(
+    tmp_path: Path, after: tuple[int, ...], verdict: str
+) -> None:
+    for seed, value in enumerate(after):
+        kept = {"condition_before": 100.0, "condition_after": float(value)}
+        write_run(tmp_path, experiment="conditioning", seed=seed, keepsakes=kept)
+    finding = judged(tmp_path, "reduces the condition number")
+    assert finding.verdict == verdict
+    assert f"{100 - sorted(after)[1]}.0 %" in finding.ours and "3 seeds" in finding.ours
+
+
+def test_conditioning_over_training_is_relative_to_each_run_s_first_value(tmp_path: Path) -> None:
+    for method, first, last in (("prong", 1000.0, 100.0), ("sgd", 10.0, 9.0), ("rmsprop", 10.0, 20.0)):
+        rows = [{"update": 0, "condition": first}, {"update": 10, "condition": last}]
+        write_run(tmp_path, method, rows, experiment="conditioning")
+    finding = judged(tmp_path, "keeps it below")
+    assert finding.verdict == "holds", "10 % of 1000 is more than 9, but less than 90 % of 10"
+    assert finding.ours.startswith("PRONG 10 %, SGD, heavy ball 90 %, RMSprop 200 %")
+
+
+def write_pair(root: Path, lr: float, eps: float, final: float | None) -> None:
+    rows, failure = errors([90, final or 80]), None if final else "diverged at update 12: the loss is nan"
+    write_run(root, rows=rows, experiment="sensitivity", part="eps", settings={"lr": lr, "eps": eps}, failure=failure)
+
+
+def test_the_grid_of_dampings_and_learning_rates_decides_three_claims(tmp_path: Path) -> None:
+    finals = {(0.1, 1.0): 30, (0.1, 0.001): None, (0.001, 1.0): 50, (0.001, 0.001): 20}
+    for (lr, eps), final in finals.items():
+        write_pair(tmp_path, lr, eps, final)
+    assert judged(tmp_path, "lower ε speeds up").verdict == "holds"
+    assert judged(tmp_path, "more than a larger learning rate").verdict == "holds", "20 is less than 30"
+    unstable = judged(tmp_path, "unstable")
+    assert unstable == Finding("1 of 4 pairs diverged, lr 0.1 with ε 0.001; 1 seed", "holds")
+
+
+def test_where_everything_diverges_high_learning_rates_are_not_to_blame(tmp_path: Path) -> None:
+    for lr in (0.1, 0.001):
+        for eps in (1.0, 0.001):
+            write_pair(tmp_path, lr, eps, None)
+    assert judged(tmp_path, "unstable").verdict == "does not hold"
+    assert judged(tmp_path, "lower ε speeds up").verdict == "does not hold", "a tie of failures"
+
+
+def write_period(root: Path, period: int, initialisation: str, final: float) -> None:
+    schedule = {"period": period, "samples": 100}
+    options = {"schedule": schedule, "initialisation": initialisation, "settings": {"lr": 0.1, "eps": 0.1}}
+    write_run(root, rows=errors([90, final]), experiment="sensitivity", part="period", **options)
+
+
+@pytest.mark.parametrize(("fan_in", "verdict"), [(6.0, "holds"), (5.0, "does not hold")])
+def test_a_whitened_start_must_win_for_every_period_and_a_tie_is_no_win(
+    tmp_path: Path, fan_in: float, verdict: str
+) -> None:
+    for period, final in ((10, 4.0), (1000, 5.0), (100_000, 5.0)):
+        write_period(tmp_path, period, "whitened", final)
+    write_period(tmp_path, 10, "standard", 9.0)
+    write_period(tmp_path, 1000, "standard", fan_in)
+    assert judged(tmp_path, "beats fan-in").verdict == verdict
+    long = judged(tmp_path, "T is too large")
+    assert long.verdict == "holds" and "5 at T 100,000, 4 at T 10;" in long.ours
+    assert "shorter than T" in long.ours, "it never re-estimated"
+
+
+def write_cifar(root: Path, method: str, train: list[float], validation: list[float], test: list[float]) -> None:
+    names = ("train_error", "validation_error", "test_error")
+    points = enumerate(zip(train, validation, test, strict=True))
+    rows = [{"update": 10 * number, **dict(zip(names, values, strict=True))} for number, values in points]
+    write_run(root, method, rows, experiment="cifar10")
+
+
+def test_test_errors_are_those_where_validation_was_best(tmp_path: Path) -> None:
+    write_cifar(tmp_path, "nesterov", [0.9, 0.5, 0.4, 0.3], [0.9] * 4, [0.9] * 4)
+    write_cifar(tmp_path, "batchnorm", [0.9, 0.5, 0.3, 0.2], [0.9, 0.5, 0.08, 0.09], [0.9, 0.5, 0.085, 0.01])
+    write_cifar(tmp_path, "prong", [0.9, 0.3, 0.2, 0.1], [0.9, 0.5, 0.2, 0.08], [0.9, 0.5, 0.01, 0.08])
+    better = judged(tmp_path, "generalises better")
+    assert better == Finding("PRONG 8.00 %, batch norm 8.50 %; 1 seed", "holds")
+    alike = judged(tmp_path, "speed up training alike")
+    assert alike.verdict == "does not hold", "3 times and 1.5 times fewer updates are not alike"
+    assert alike.ours.startswith("PRONG 3.00 times, batch norm 1.50 times fewer updates to SGD's 30.00 %")
+
+
+def test_imagenet_has_its_place(tmp_path: Path) -> None:
+    for method, validation in (("batchnorm", 0.286), ("prong+", 0.289), ("nesterov", 0.321)):
+        write_run(tmp_path, method, [{"update": 10, "validation_error": validation}], experiment="imagenet")
+    assert judged(tmp_path, "end alike") == Finding("28.6, 28.9, 32.1 %; 1 seed", "holds")
+
+
+def test_without_runs_every_claim_is_not_run() -> None:
+    assert tally([]) == {"holds": 0, "does not hold": 0, "cannot be tested here": 0, "not run": len(CLAIMS)}
+    assert all(known.finding(Experiment(known.experiment, [])).verdict == "not run" for known in CLAIMS)

@@ -1,0 +1,60 @@
+"""Run folders with given numbers, for tests of what is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prong.lab.folders import RunFolder
+from prong.lab.methods import KEYS
+
+Rows = Sequence[Mapping[str, float]]
+
+
+def write_run(
+    root: Path,
+    method: str = "prong",
+    rows: Rows = (),
+    *,
+    experiment: str = "autoencoder",
+    seed: int = 0,
+    failure: str | None = None,
+    ended: bool = True,
+    keepsakes: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> RunFolder:
+    """A folder as a run leaves it; `changes` are of its configuration."""
+    label = KEYS[method].name if method in KEYS else method
+    config = {
+        "experiment": experiment,
+        "part": "",
+        "method": method,
+        "label": label,
+        "initialisation": "standard",
+        "seed": seed,
+        "settings": {"lr": 0.1},
+        "schedule": {"period": 1000, "samples": 12_800},
+        "plan": {"updates": 100, "batch": 128, "anneal": "linear"},
+        "data": "MNIST",
+        "parameters": 1000,
+        **changes,
+    }
+    folder = RunFolder(root / f"{experiment}-{len(list(root.glob('*'))) if root.exists() else 0:03}")
+    with folder.opened(config):
+        folder.keep(keepsakes or {})
+        for row in rows:
+            folder.add(
+                {key: value for key, value in row.items() if key != "seconds"}, row.get("seconds", row["update"])
+            )
+        if ended:
+            folder.end({"failure": failure, "updates": rows[-1]["update"] if rows else 0, "seconds": 1.0}, {})
+    return folder
+
+
+def errors(values: Iterable[float], step: int = 10, pace: float = 1.0) -> Rows:
+    """Rows of an autoencoder's run: an error every `step` updates, at `pace` seconds per update."""
+    return [
+        {"update": number * step, "train_squared_error": value, "seconds": number * step * pace}
+        for number, value in enumerate(values)
+    ]
