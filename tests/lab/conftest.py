@@ -22,5 +22,5 @@ def mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def small_autoencoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands train a small model instead of the paper's."""
 
-    for module in ("race", "experiments.autoencoder", "experiments.sensitivity"):
+    for module in ("racing.race", "experiments.autoencoder", "experiments.sensitivity"):
         monkeypatch.setattr(f"prong.lab.{module}.autoencoder", tiny_autoencoder)

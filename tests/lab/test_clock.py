@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from prong.lab import clock
-from prong.lab.clock import BLOCK, Pace, paces
 from prong.lab.contestants import Problem
 from prong.lab.methods import Schedule
+from prong.lab.racing import clock
+from prong.lab.racing.clock import BLOCK, Pace, paces
 from prong.refresh import factorise
 from tests.lab.tiny import tiny_autoencoder
 

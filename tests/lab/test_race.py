@@ -21,11 +21,11 @@ from matplotlib.image import imread
 
 from prong.lab.bench import document
 from prong.lab.contestants import Contestant, Problem
-from prong.lab.ledger import Ledger, SeededRun, judged, time_trial
 from prong.lab.methods import METHODS
-from prong.lab.race import RACERS, race
+from prong.lab.racing.ledger import Ledger, SeededRun, judged, time_trial
+from prong.lab.racing.race import RACERS, race
+from prong.lab.racing.search import Trial, propose
 from prong.lab.record import ForeignRecordError
-from prong.lab.search import Trial, propose
 from prong.lab.training import Row, Run
 from tests.lab.digits import contents, write_files
 from tests.lab.tiny import tiny_autoencoder

@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.image import imread
 from rich.console import Console
 
-from prong.lab.scoreboard import describe, plot_race, race_table, ratio_table
+from prong.lab.racing.scoreboard import describe, plot_race, race_table, ratio_table
 from tests.lab.test_standings import ABSENT, FIELD
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 
 from prong.lab.methods import Settings
-from prong.lab.search import RANGES, STARTUP, Trial, best, next_trial, propose, search
+from prong.lab.racing.search import RANGES, STARTUP, Trial, best, next_trial, propose, search
 
 BOTH = ("lr", "eps")
 

@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from prong.lab.clock import Pace
 from prong.lab.contestants import Contestant
-from prong.lab.standings import Standing, ratios, standings, summary
+from prong.lab.racing.clock import Pace
+from prong.lab.racing.standings import Standing, ratios, standings, summary
 from prong.lab.training import Row, Run
 
 PACE = Pace([10.0], 0.5, [2.0])  # of ten milliseconds an update; half a second, and two where whitened, before

@@ -24,12 +24,12 @@ from optuna.storages import JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from prong.lab.board import Board
 from prong.lab.cli import main
-from prong.lab.grids import Range, Search, paper_space
 from prong.lab.methods import KEYS
-from prong.lab.storages import StorageError, open_database, sole_user
-from prong.lab.sweep_report import in_words
+from prong.lab.sweeps.board import Board
+from prong.lab.sweeps.grids import Range, Search, paper_space
+from prong.lab.sweeps.report import in_words
+from prong.lab.sweeps.storages import StorageError, open_database, sole_user
 from tests.lab.digits import contents, write_files
 from tests.lab.tiny_sweep import sweep
 

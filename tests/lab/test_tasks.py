@@ -124,7 +124,7 @@ def test_keepsakes_are_of_the_first_reparametrisation_and_change_nothing(mnist: 
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_a_matrix_is_kept_small_by_the_largest_of_each_tile() -> None:
+def test_a_matrix_is_kept_small_by_the_mean_of_each_tile() -> None:
     matrix = torch.zeros(7, 7).double()
     matrix[6, 6], matrix[0, 1], matrix[3, 3] = -5.0, 2.0, 1.23456
-    assert pooled(matrix, side=4) == [[2.0, 0, 0, 0], [0, 1.23, 0, 0], [0, 0, 0, 0], [0, 0, 0, 5.0]]
+    assert pooled(matrix, side=4) == [[0.5, 0, 0, 0], [0, 0.309, 0, 0], [0, 0, 0, 0], [0, 0, 0, 5.0]]

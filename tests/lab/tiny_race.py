@@ -11,8 +11,8 @@ from rich.console import Console
 
 from prong.lab.contestants import Problem
 from prong.lab.methods import Schedule
-from prong.lab.race import run_race
-from prong.lab.rules import Rules
+from prong.lab.racing.race import run_race
+from prong.lab.racing.rules import Rules
 from tests.lab.tiny import tiny_autoencoder
 
 RULES = Rules(

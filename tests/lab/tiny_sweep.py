@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from prong.lab import sweepable
 from prong.lab.cli import main
 from prong.lab.contestants import data_folder
 from prong.lab.methods import Schedule
-from prong.lab.sweepable import Swept
+from prong.lab.sweeps import sweepable
+from prong.lab.sweeps.sweepable import Swept
 from prong.lab.tasks.reconstruction import Reconstruction
 from tests.lab.tiny import tiny_autoencoder
 

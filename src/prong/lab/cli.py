@@ -113,7 +113,7 @@ BENCH = Group(
             ),
         ),
         "race": Command(
-            "prong.lab.race:race",
+            "prong.lab.racing.race:race",
             "Race to given errors on the paper's autoencoder, every method tuned alike.",
             (
                 "prong bench race --workers 2 --json results/race.json",
@@ -160,7 +160,7 @@ PRONG = Group(
         ),
         "run": RUN,
         "sweep": Command(
-            "prong.lab.sweep:sweep",
+            "prong.lab.sweeps.sweep:sweep",
             "Try an experiment at many settings of its methods, and choose the best of each.",
             (
                 "prong sweep autoencoder --grid paper --jobs 2",

@@ -112,7 +112,15 @@ def sheets(record: Mapping[str, Any]) -> list[Sheet]:
         for name, ways in ms.items()
     ]
     config = record["config"]
-    headings = ("method", "eager, ms", "compiled, ms", "times SGD, eager", "times SGD, compiled", "to compile, s", "graphs")
+    headings = (
+        "method",
+        "eager, ms",
+        "compiled, ms",
+        "times SGD, eager",
+        "times SGD, compiled",
+        "to compile, s",
+        "graphs",
+    )
     note = (
         f"Medians of {config['repetitions']}, windows of statistics closed. To compile: with the first two updates. "
         f"Graphs: in how many pieces the forward is compiled. "

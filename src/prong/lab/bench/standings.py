@@ -8,8 +8,8 @@ from io import BytesIO
 from typing import Any
 
 from prong.lab.bench.sheets import NONE, Sheet
-from prong.lab.scoreboard import describe, plot_race
-from prong.lab.standings import Ratio, Standing, ratios, standings
+from prong.lab.racing.scoreboard import describe, plot_race
+from prong.lab.racing.standings import Ratio, Standing, ratios, standings
 
 
 def sheets(record: Mapping[str, Any]) -> list[Sheet]:

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prong.lab.clock import Pace
 from prong.lab.folders import RunFolder, run_folders
 from prong.lab.methods import KEYS
+from prong.lab.racing.clock import Pace
 from prong.lab.record import ForeignRecordError, read_json
 
 CONFIG: Mapping[str, type] = {  # what the page asks of a configuration

@@ -107,9 +107,9 @@ class SmallDigits:
 
 
 def pooled(matrix: Tensor, side: int = POOLED) -> list[list[float]]:
-    """The magnitudes of a matrix, the largest of each tile, at no more than `side` by `side`; to three digits."""
+    """The magnitudes of a matrix, the mean of each tile, at no more than `side` by `side`; to three digits."""
     tile = math.ceil(len(matrix) / side)
-    small = F.max_pool2d(matrix.abs()[None, None], tile, ceil_mode=True)[0, 0]
+    small = F.avg_pool2d(matrix.abs()[None, None], tile, ceil_mode=True)[0, 0]
     return [[float(f"{value:.3g}") for value in row] for row in small.tolist()]
 
 

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from prong.lab.clock import Pace
 from prong.lab.contestants import Contestant, Problem
 from prong.lab.methods import Settings
-from prong.lab.rules import TUNING_SEED, Rules
-from prong.lab.search import Trial, best, next_trial
+from prong.lab.racing.clock import Pace
+from prong.lab.racing.rules import TUNING_SEED, Rules
+from prong.lab.racing.search import Trial, best, next_trial
 from prong.lab.training import Plan, Run
 
 

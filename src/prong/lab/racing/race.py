@@ -14,17 +14,17 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from prong.lab.clock import paces
 from prong.lab.contestants import Initialisation, Problem, data_folder
-from prong.lab.ledger import Ledger, SeededRun, blank
 from prong.lab.methods import METHODS
 from prong.lab.models import autoencoder
 from prong.lab.pool import one_thread, side_by_side
+from prong.lab.racing.clock import paces
+from prong.lab.racing.ledger import Ledger, SeededRun, blank
+from prong.lab.racing.rules import TUNING_SEED, Rules
+from prong.lab.racing.scoreboard import plot_race, race_table, ratio_table
+from prong.lab.racing.search import Trial
+from prong.lab.racing.standings import standings, summary
 from prong.lab.record import ForeignRecordError, resume, write_json
-from prong.lab.rules import TUNING_SEED, Rules
-from prong.lab.scoreboard import plot_race, race_table, ratio_table
-from prong.lab.search import Trial
-from prong.lab.standings import standings, summary
 
 RACERS = (
     "PRONG",

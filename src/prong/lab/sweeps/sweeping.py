@@ -13,14 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from prong.lab.board import Board, Claim, Result
 from prong.lab.folders import FolderInUseError, RunFolder
-from prong.lab.grids import Point, Search
 from prong.lab.interrupts import Stop
 from prong.lab.jobs import Job, Watch, carry_out
 from prong.lab.pool import side_by_side
 from prong.lab.record import ForeignRecordError, environment
-from prong.lab.sweepable import Sweepable
+from prong.lab.sweeps.board import Board, Claim, Result
+from prong.lab.sweeps.grids import Point, Search
+from prong.lab.sweeps.sweepable import Sweepable
 
 Keep = Literal["rows", "models", "nothing"]
 LOOK = 1.0  # seconds between looks at what others do

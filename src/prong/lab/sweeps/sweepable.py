@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from prong.lab.contestants import Contestant, Initialisation, data_folder
-from prong.lab.grids import COUNTS, Point
 from prong.lab.jobs import Job
 from prong.lab.methods import KEYS, WHITENED, Schedule
+from prong.lab.sweeps.grids import COUNTS, Point
 from prong.lab.tasks.base import Task
 from prong.lab.tasks.pictures import Classification
 from prong.lab.tasks.reconstruction import Reconstruction

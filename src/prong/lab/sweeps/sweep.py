@@ -14,15 +14,15 @@ import tyro
 from optuna.exceptions import StorageInternalError
 from rich.console import Console
 
-from prong.lab.board import Board, beating
 from prong.lab.folders import FolderInUseError
-from prong.lab.grids import Search, paper_space, read_spaces
 from prong.lab.methods import KEYS
 from prong.lab.record import ForeignRecordError, resume, write_json
-from prong.lab.storages import StorageError, open_database, open_journal, sole_user
-from prong.lab.sweep_report import method_entry, shown_progress, table
-from prong.lab.sweepable import SWEEPABLE
-from prong.lab.sweeping import Keep, Sweep, carry_on
+from prong.lab.sweeps.board import Board, beating
+from prong.lab.sweeps.grids import Search, paper_space, read_spaces
+from prong.lab.sweeps.report import method_entry, shown_progress, table
+from prong.lab.sweeps.storages import StorageError, open_database, open_journal, sole_user
+from prong.lab.sweeps.sweepable import SWEEPABLE
+from prong.lab.sweeps.sweeping import Keep, Sweep, carry_on
 from prong.lab.terminal import announce, at_least, known, make_console, writable
 
 

@@ -17,7 +17,7 @@ from matplotlib.ticker import ScalarFormatter
 from rich.table import Table
 
 from prong.lab.methods import Settings
-from prong.lab.standings import Ratio, Standing, ratios
+from prong.lab.racing.standings import Ratio, Standing, ratios
 from prong.lab.training import Run
 
 NONE = "-"

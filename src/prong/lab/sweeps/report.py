@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from prong.lab.board import Board
 from prong.lab.methods import KEYS
+from prong.lab.sweeps.board import Board
 
 
 def method_entry(board: Board) -> dict[str, Any]:

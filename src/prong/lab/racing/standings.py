@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from prong.lab.clock import Pace
 from prong.lab.contestants import Contestant
 from prong.lab.methods import OURS, Settings
+from prong.lab.racing.clock import Pace
 from prong.lab.training import Row, Run
 
 

@@ -21,7 +21,7 @@ from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from prong.lab.grids import Point, Search
+from prong.lab.sweeps.grids import Point, Search
 
 LEARNT_FROM = (TrialState.COMPLETE, TrialState.PRUNED)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from prong.lab.clock import Pace
 from prong.lab.contestants import Contestant, Initialisation, Problem
 from prong.lab.methods import MOMENTUM
-from prong.lab.search import SPACE
+from prong.lab.racing.clock import Pace
+from prong.lab.racing.search import SPACE
 from prong.lab.training import Plan
 
 TUNING_SEED = 1

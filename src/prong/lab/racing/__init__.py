@@ -1,0 +1,1 @@
+"""The race: every method tuned alike, and then timed to given errors."""
