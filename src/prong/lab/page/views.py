@@ -193,7 +193,13 @@ def _positive(matrix: Sequence[Sequence[float]] | None) -> bool:
 
 def _heat(run: Run) -> HeatMaps:
     kept = run.keepsakes
-    title = f"Absolute entries of the Fisher, middle layer ({run.config['label']}, seed {run.config['seed']})"
+    title = f"Fisher of the middle layer, relative to its largest entry ({run.config['label']}, seed {run.config['seed']})"
     known = [f"{kept[f'condition_{when}']:.3g} {when}" for when in WHEN if f"condition_{when}" in kept]
     note = f"Condition number {', '.join(known)} whitening." if known else ""
-    return HeatMaps("fisher", title, {f"{when} whitening": kept[when] for when in WHEN}, note)
+    return HeatMaps("fisher", title, {f"{when} whitening": _relative(kept[when]) for when in WHEN}, note)
+
+
+def _relative(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
+    """The entries beside the largest of them."""
+    largest = max(map(max, matrix))
+    return [[value / largest for value in row] for row in matrix]
