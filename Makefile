@@ -9,7 +9,8 @@ ORACLE := curvlinops-for-pytorch einconv einops linear_operator
 .PHONY: demo test test-slow check docs bench clean
 
 demo: $(READY)  ## PRONG beside SGD and Adam on the paper's autoencoder
-	$(RUN) -m prong.lab.demo
+	$(VENV)/bin/prong run autoencoder --quick
+	$(VENV)/bin/prong report runs/autoencoder-quick
 
 # One thread per worker: two torch processes with two threads each fight over two cores.
 test: $(READY)  ## the specification, coverage included

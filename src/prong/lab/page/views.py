@@ -193,7 +193,8 @@ def _positive(matrix: Sequence[Sequence[float]] | None) -> bool:
 
 def _heat(run: Run) -> HeatMaps:
     kept = run.keepsakes
-    title = f"Fisher of the middle layer, relative to its largest entry ({run.config['label']}, seed {run.config['seed']})"
+    who = f"{run.config['label']}, seed {run.config['seed']}"
+    title = f"Fisher of the middle layer, relative to its largest entry ({who})"
     known = [f"{kept[f'condition_{when}']:.3g} {when}" for when in WHEN if f"condition_{when}" in kept]
     note = f"Condition number {', '.join(known)} whitening." if known else ""
     return HeatMaps("fisher", title, {f"{when} whitening": _relative(kept[when]) for when in WHEN}, note)
