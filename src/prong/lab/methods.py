@@ -164,7 +164,7 @@ def _rmsprop(model: nn.Module, settings: Settings, schedule: Schedule) -> Trains
     )
 
 
-def _plain(optimizer: Callable[..., Trains], **options: Any) -> Make:
+def plain(optimizer: Callable[..., Trains], **options: Any) -> Make:
     """An optimizer as it comes, except for options."""
 
     def make(model: nn.Module, settings: Settings, schedule: Schedule) -> Trains:
@@ -208,18 +208,18 @@ _ALL: Sequence[Method] = (
     Method("nesterov", "SGD", _sgd, settings=HEAVY),
     Method("sgd", "SGD, heavy ball", partial(_sgd, nesterov=False), settings=HEAVY),
     Method("batchnorm", "batch norm", _sgd, batch_norm=True, settings=HEAVY),
-    Method("adam", "Adam", _plain(torch.optim.Adam), settings=LEAST),
+    Method("adam", "Adam", plain(torch.optim.Adam), settings=LEAST),
     Method("rmsprop", "RMSprop", _rmsprop, settings=RMSPROP),
     Method("muon", "Muon", _muon, settings=LEAST),
-    Method("soap", "SOAP", _plain(pytorch_optimizer.SOAP), settings=LEAST),
+    Method("soap", "SOAP", plain(pytorch_optimizer.SOAP), settings=LEAST),
     Method(
         "shampoo",
         "Shampoo",
-        _plain(pytorch_optimizer.ScalableShampoo, preconditioning_compute_steps=10),
+        plain(pytorch_optimizer.ScalableShampoo, preconditioning_compute_steps=10),
         settings=LEAST,
         resumable=False,
     ),
-    Method("psgd-kron", "PSGD-Kron", _plain(pytorch_optimizer.Kron), settings=LEAST),
+    Method("psgd-kron", "PSGD-Kron", plain(pytorch_optimizer.Kron), settings=LEAST),
 )
 METHODS: Mapping[str, Method] = {method.name: method for method in _ALL}
 KEYS: Mapping[str, Method] = {method.key: method for method in _ALL}
