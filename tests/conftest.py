@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -10,6 +12,7 @@ settings.register_profile(
     "prong", deadline=None, max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("prong")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores Ctrl-C for what it runs in the background
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,12 @@ import torch
 from matplotlib.image import imread
 from rich.console import Console
 
-from prong.lab.bench import compiled, document, options, refresh, scaling, spaces, step_cost, watching
+from prong.lab.bench import compiled, document, options, pace, refresh, scaling, spaces, step_cost, watching
 from prong.lab.bench.contest import SETTINGS
+from prong.lab.page.runs import gather
 from prong.lab.terminal import progress
 from tests.lab.digits import contents, write_files
+from tests.lab.tiny import tiny_autoencoder
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 COMMANDS = {
@@ -328,3 +330,17 @@ def test_the_spaces_table_has_every_layer_and_ratio(runs: Runs) -> None:
     assert len(record["points"]) == 4 * len(spaces.RATIOS)
     assert all(len(ms) == 2 for point in record["points"] for ms in point["ms"].values())
     assert all(word in runs.printed["spaces"] for word in ("linear, exact P", "convolution, thin P", "Equal at"))
+
+
+def test_pace_records_a_clock_that_the_report_takes(
+    mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in ("pace", "tasks"):
+        monkeypatch.setattr(f"prong.lab.bench.{module}.autoencoder", tiny_autoencoder)
+    path = tmp_path / "clock.json"
+    pace.main(methods=("nesterov", "prong"), batch=16, period=8, samples=32, repetitions=2, json=path)
+    assert "autoencoder, batch 16: what an update costs" in capsys.readouterr().out
+    [experiment] = gather([path])
+    assert experiment.name == "autoencoder" and list(experiment.clock) == ["nesterov", "prong"]
+    assert all(len(entry["ms_per_update"]) == 2 for entry in experiment.clock.values())
+    assert 0 < experiment.clock["prong"]["refresh_share"] < 1 and "refresh_share" not in experiment.clock["nesterov"]

@@ -112,6 +112,11 @@ BENCH = Group(
                 "prong bench options --options 'as it is' cutoff=1 --updates 200 --seeds 0",
             ),
         ),
+        "pace": Command(
+            "prong.lab.bench.pace:main",
+            "What an update of each method costs on the autoencoder, for the report's time axis.",
+            ("prong bench pace --json results/autoencoder-clock.json", "prong bench pace --methods prong nesterov"),
+        ),
         "race": Command(
             "prong.lab.racing.race:race",
             "Race to given errors on the paper's autoencoder, every method tuned alike.",

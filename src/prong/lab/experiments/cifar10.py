@@ -58,7 +58,7 @@ class Options(Common):
     momentum: float | None = None
     eps: float | None = None
     weight_decay: float | None = None
-    period: int = 1000
+    period: int = 100
     samples: int = 1000
     start: Start = "tuned"
     anneal: Anneal = "waterfall"
