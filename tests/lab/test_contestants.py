@@ -27,9 +27,15 @@ def test_the_schedule_of_refreshes_is_that_of_the_race() -> None:
 
 
 def test_a_whitened_initialisation_adds_its_damping_to_what_is_searched() -> None:
-    assert Contestant("Adam", "standard").searched == ("lr",)
-    assert Contestant("Adam", "whitened").searched == ("lr", "eps")
-    assert Contestant("PRONG", "standard").searched == Contestant("PRONG", "whitened").searched == ("lr", "eps")
+    assert list(Contestant("Adam", "standard").space) == ["lr"]
+    assert list(Contestant("Adam", "whitened").space) == ["lr", "eps"]
+    assert list(Contestant("PRONG", "standard").space) == list(Contestant("PRONG", "whitened").space) == ["lr", "eps"]
+
+
+def test_every_method_is_searched_over_two_decades() -> None:
+    for name in METHODS:
+        ends = Contestant(name, "whitened").space.values()
+        assert all(high / low == pytest.approx(100) for low, high in ends)
 
 
 def test_names_tell_the_initialisation() -> None:

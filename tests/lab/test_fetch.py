@@ -232,7 +232,7 @@ with serving({"small.tar.gz": archive, "train-images-idx3-ubyte.gz": bytes(100_0
     main(["data", "fetch", "mnist", "--data", str(folder / "downloaded"), "--mirror", mirror.address])
 """
     process = python(code, str(tmp_path))
-    said, complaint = process.communicate(timeout=60)
+    said, complaint = process.communicate(timeout=200)
     line = "cannot write to {}: File too large. Make room, or name another folder with --data.\n"
     assert (said, complaint) == (line.format(tmp_path / "unpacked"), line.format(tmp_path / "downloaded"))
     assert process.returncode == 1
@@ -251,7 +251,7 @@ def begun(mirror: Mirror, folder: Path) -> subprocess.Popen[str]:
         "--mirror",
         mirror.address,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not any(path.stat().st_size for path in folder.rglob("pieces/*")):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
@@ -262,7 +262,7 @@ def test_an_interrupted_command_says_so_and_leaves_no_file(tmp_path: Path) -> No
     with serving({FIRST: bytes(1_000_000)}, "hangs") as mirror:
         process = begun(mirror, tmp_path)
         process.send_signal(signal.SIGINT)
-        said, complaint = process.communicate(timeout=60)
+        said, complaint = process.communicate(timeout=200)
     assert (said, complaint) == ("", "interrupted. To go on: prong data fetch mnist\n") and process.returncode == 1
     assert files_in(tmp_path) == {}
 

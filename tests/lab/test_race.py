@@ -104,9 +104,9 @@ def test_everybody_has_as_many_trials_and_all_seeds(finished: Path) -> None:
     assert list(record["contestants"]) == list(RULES.contestants())
     for name, entry in record["contestants"].items():
         assert len(entry["trials"]) == RULES.trials and list(entry["runs"]) == ["2", "3"]
-        searched = RULES.contestants()[name].searched
+        space = RULES.contestants()[name].space
         history = [Trial(**trial) for trial in entry["trials"]]
-        assert [trial.settings for trial in history] == [propose(history[:k], searched, 1) for k in range(RULES.trials)]
+        assert [trial.settings for trial in history] == [propose(history[:k], space, 1) for k in range(RULES.trials)]
         succeeded = [trial for trial in history if trial.failure is None]
         assert entry["chosen"] == min(succeeded, key=lambda trial: trial.value).settings
 

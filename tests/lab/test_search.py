@@ -9,9 +9,10 @@ from dataclasses import asdict
 import pytest
 
 from prong.lab.methods import Settings
-from prong.lab.racing.search import RANGES, STARTUP, Trial, best, next_trial, propose, search
+from prong.lab.racing.search import STARTUP, Space, Trial, best, next_trial, propose, search
 
-BOTH = ("lr", "eps")
+RATES = {"lr": (1e-5, 1.0)}
+BOTH = {**RATES, "eps": (1e-3, 1.0)}
 
 
 def valley(settings: Settings, _: Trial | None) -> Trial:
@@ -26,22 +27,18 @@ def through_json(trials: list[Trial]) -> list[Trial]:
     return [Trial(**trial) for trial in json.loads(json.dumps([asdict(trial) for trial in trials]))]
 
 
-def test_ranges_are_those_agreed_on() -> None:
-    assert RANGES == {"lr": (1e-5, 1.0), "eps": (1e-3, 1.0)}
-
-
-@pytest.mark.parametrize("searched", [("lr",), BOTH])
-def test_every_trial_is_within_its_range_and_has_three_digits(searched: tuple[str, ...]) -> None:
-    trials = search(valley, searched, 30, seed=0)
+@pytest.mark.parametrize("space", [RATES, BOTH])
+def test_every_trial_is_within_its_range_and_has_three_digits(space: Space) -> None:
+    trials = search(valley, space, 30, seed=0)
     assert len(trials) == 30, "however many settings there are"
     for trial in trials:
-        assert tuple(trial.settings) == searched
-        assert all(RANGES[name][0] <= value <= RANGES[name][1] for name, value in trial.settings.items())
+        assert list(trial.settings) == list(space)
+        assert all(space[name][0] <= value <= space[name][1] for name, value in trial.settings.items())
         assert all(value == float(f"{value:.3g}") for value in trial.settings.values())
 
 
 def test_the_first_trials_spread_over_the_decades() -> None:
-    first = [math.log10(propose([], ("lr",), seed)["lr"]) for seed in range(400)]
+    first = [math.log10(propose([], RATES, seed)["lr"]) for seed in range(400)]
     assert [sum(k <= x < k + 1 for x in first) for k in range(-5, 0)] == pytest.approx([80] * 5, abs=30)
 
 
@@ -73,7 +70,7 @@ def test_what_is_proposed_depends_on_what_came_of_the_trials() -> None:
 
 def test_the_sampler_learns() -> None:
     """After its random trials it looks where it was good, and not where it diverged."""
-    searches = [search(valley, ("lr",), 15, seed) for seed in range(8)]
+    searches = [search(valley, RATES, 15, seed) for seed in range(8)]
     later = [trial for trials in searches for trial in trials[STARTUP:]]
     assert sum(trial.failure is not None for trial in later) / len(later) < 0.2  # at random: 0.3
     assert all(best(trials).value < 1.4 for trials in searches)
@@ -91,7 +88,7 @@ def test_every_trial_is_handed_over_before_the_next_begins() -> None:
 
 
 def test_failures_are_kept_with_their_reason_and_are_never_the_best() -> None:
-    trials = search(valley, ("lr",), 20, seed=0)
+    trials = search(valley, RATES, 20, seed=0)
     failed = [trial for trial in trials if trial.failure]
     assert failed and all(trial.value == 50 and trial.failure.startswith("diverged") for trial in failed)
     assert best([Trial({"lr": 1.0}, 1.0, "diverged"), Trial({"lr": 0.1}, 2.0)]) == Trial({"lr": 0.1}, 2.0)

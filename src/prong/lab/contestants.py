@@ -21,6 +21,7 @@ from prong.lab.training import DIVERGENCES, Plan, Run, Training, train
 
 Initialisation = Literal["standard", "whitened"]
 SCHEDULE = Schedule(period=200, samples=5000)
+DAMPINGS = (3e-3, 3e-1)  # among which a race searches
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,10 @@ class Contestant:
         return self.method_name + (", whitened init" if self.initialisation == "whitened" else "")
 
     @property
-    def searched(self) -> tuple[str, ...]:
-        """The settings that tuning chooses: a whitened initialisation has a damping, also where its method has none."""
-        return DAMPED if self.initialisation == "whitened" else self.method.searched
+    def space(self) -> dict[str, tuple[float, float]]:
+        """What tuning chooses, with ranges: a whitened initialisation has a damping, also where its method has none."""
+        searched = DAMPED if self.initialisation == "whitened" else self.method.searched
+        return {name: self.method.rates if name == "lr" else DAMPINGS for name in searched}
 
     def start(self, model: nn.Module, settings: Settings, batches: Sequence[Tensor], schedule: Schedule) -> Trains:
         """The optimizer of a new model, and the model initialised."""

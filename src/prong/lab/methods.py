@@ -63,6 +63,7 @@ class Method:
         batch_norm: whether it trains a model with batch-norm layers.
         settings: all that it knows, with what they are where nobody says otherwise.
         resumable: whether its state can be saved; who cannot takes part in benchmarks only.
+        rates: the learning rates among which a race searches: the two decades around what does well with it.
     """
 
     key: str
@@ -72,6 +73,7 @@ class Method:
     batch_norm: bool = False
     settings: Settings = field(default_factory=lambda: {"lr": 1e-3})
     resumable: bool = True
+    rates: tuple[float, float] = (1e-4, 1e-2)
 
 
 class Together:
@@ -195,23 +197,32 @@ _ALL: Sequence[Method] = (
     Method("prong-cutoff", "PRONG, cutoff", partial(_prong, cutoff=1.0), DAMPED, settings=WHITENED),
     Method("prong-balanced", "PRONG, balanced", partial(_prong, balance=True, cutoff=1.0), DAMPED, settings=WHITENED),
     Method("prong-explicit", "PRONG, explicit", partial(_prong, form="explicit"), DAMPED, settings=WHITENED),
-    Method("prong+", "PRONG+", partial(_prong, plus=True), DAMPED, settings=WHITENED),
-    Method("prong-bn", "PRONG and batch norm", _prong, DAMPED, batch_norm=True, settings=WHITENED),
+    Method("prong+", "PRONG+", partial(_prong, plus=True), DAMPED, settings=WHITENED, rates=(1e-5, 1e-3)),
+    Method(
+        "prong-bn",
+        "PRONG and batch norm",
+        partial(_prong, cutoff=1.0),
+        DAMPED,
+        batch_norm=True,
+        settings=WHITENED,
+        rates=(1e-3, 1e-1),
+    ),
     Method(
         "kfac-like",
         "PRONG, gradients whitened",
         partial(_prong, gradient_whitening="empirical"),
         DAMPED,
         settings=WHITENED,
+        rates=(1e-5, 1e-3),
     ),
     Method("whitened-adam", "Adam, whitened coordinates", _whitened_adam, DAMPED, settings={**LEAST, "eps": 1e-2}),
-    Method("nesterov", "SGD", _sgd, settings=HEAVY),
-    Method("sgd", "SGD, heavy ball", partial(_sgd, nesterov=False), settings=HEAVY),
-    Method("batchnorm", "batch norm", _sgd, batch_norm=True, settings=HEAVY),
+    Method("nesterov", "SGD", _sgd, settings=HEAVY, rates=(1e-3, 1e-1)),
+    Method("sgd", "SGD, heavy ball", partial(_sgd, nesterov=False), settings=HEAVY, rates=(1e-3, 1e-1)),
+    Method("batchnorm", "batch norm", _sgd, batch_norm=True, settings=HEAVY, rates=(1e-2, 1.0)),
     Method("adam", "Adam", plain(torch.optim.Adam), settings=LEAST),
     Method("rmsprop", "RMSprop", _rmsprop, settings=RMSPROP),
-    Method("muon", "Muon", _muon, settings=LEAST),
-    Method("soap", "SOAP", plain(pytorch_optimizer.SOAP), settings=LEAST),
+    Method("muon", "Muon", _muon, settings=LEAST, rates=(1e-2, 1.0)),
+    Method("soap", "SOAP", plain(pytorch_optimizer.SOAP), settings=LEAST, rates=(1e-3, 1e-1)),
     Method(
         "shampoo",
         "Shampoo",
@@ -219,7 +230,7 @@ _ALL: Sequence[Method] = (
         settings=LEAST,
         resumable=False,
     ),
-    Method("psgd-kron", "PSGD-Kron", plain(pytorch_optimizer.Kron), settings=LEAST),
+    Method("psgd-kron", "PSGD-Kron", plain(pytorch_optimizer.Kron), settings=LEAST, rates=(1e-3, 1e-1)),
 )
 METHODS: Mapping[str, Method] = {method.name: method for method in _ALL}
 KEYS: Mapping[str, Method] = {method.key: method for method in _ALL}

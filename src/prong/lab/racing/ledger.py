@@ -61,7 +61,7 @@ class Ledger:
         history = [Trial(**trial) for trial in entry["trials"]]
         if len(history) < rules.trials:
             objective = partial(time_trial, self.problem, contestant, rules, cap)
-            return partial(next_trial, objective, contestant.searched, TUNING_SEED, history)
+            return partial(next_trial, objective, contestant.space, TUNING_SEED, history)
         left = [seed for seed in rules.seeds if str(seed) not in entry["runs"]]
         if not left or entry["chosen"] is None:
             return None

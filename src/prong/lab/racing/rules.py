@@ -11,7 +11,7 @@ from torch import nn
 from prong.lab.contestants import Contestant, Initialisation, Problem
 from prong.lab.methods import MOMENTUM
 from prong.lab.racing.clock import Pace
-from prong.lab.racing.search import SPACE
+from prong.lab.racing.search import STARTUP
 from prong.lab.training import Plan
 
 TUNING_SEED = 1
@@ -77,4 +77,6 @@ class Rules:
         layers = [layer for layer in problem.build().modules() if isinstance(layer, nn.Linear)]
         model = [layers[0].in_features, *(layer.out_features for layer in layers)]
         fixed = {"tuning_seed": TUNING_SEED, "momentum": MOMENTUM, "model": model, "data": problem.digits().source}
-        return {**asdict(self), **fixed, **asdict(problem.schedule), **SPACE}
+        space = {name: contestant.space for name, contestant in self.contestants().items()}
+        search = {"ranges": space, "random_trials": STARTUP}
+        return {**asdict(self), **fixed, **asdict(problem.schedule), **search}

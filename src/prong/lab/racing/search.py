@@ -1,4 +1,4 @@
-"""One search for settings, the same for every method: ranges, sampler and number of trials.
+"""One search for settings, the same for every method: sampler, number of trials and width of ranges.
 
 What is tried next is a function of the seed and of the trials so far, and of nothing else. So a search that was killed
 goes on as if it had not been, and methods that are searched side by side do not see each other.
@@ -18,10 +18,8 @@ from optuna.samplers import TPESampler
 
 from prong.lab.methods import Settings
 
-RANGES: Mapping[str, tuple[float, float]] = {"lr": (1e-5, 1.0), "eps": (1e-3, 1.0)}  # log-uniform
+Space = Mapping[str, tuple[float, float]]  # from where to where, evenly on a logarithmic scale, by setting
 STARTUP = 5  # random trials before the sampler learns from them; its default, 10, would be half a search or all of it
-
-SPACE: Mapping[str, Any] = {"ranges": RANGES, "random_trials": STARTUP}  # what a record says about the search
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ Objective = Callable[[Settings, Trial | None], Trial]  # from settings and the b
 
 def search(
     objective: Objective,
-    searched: Sequence[str],
+    space: Space,
     trials: int,
     seed: int,
     history: Sequence[Trial] = (),
@@ -56,7 +54,7 @@ def search(
 
     Args:
         objective: tries settings; it is told the best trial so far, beside which it may give up.
-        searched: names of settings, out of RANGES.
+        space: the settings to choose, with their ranges.
         trials: how many in all, however many settings are searched.
         seed: of the sampler.
         history: trials of this same search that were made before.
@@ -67,7 +65,7 @@ def search(
     """
     done = list(history)
     while len(done) < trials:
-        trial = objective(propose(done, searched, seed), best(done))
+        trial = objective(propose(done, space, seed), best(done))
         if not math.isfinite(trial.value):
             raise ValueError(f"a trial needs a finite value, also when it fails; got {trial.value}: {trial}")
         done.append(trial)
@@ -75,12 +73,12 @@ def search(
     return done
 
 
-def next_trial(objective: Objective, searched: Sequence[str], seed: int, history: Sequence[Trial]) -> Trial:
+def next_trial(objective: Objective, space: Space, seed: int, history: Sequence[Trial]) -> Trial:
     """The one trial that comes after these: a step of `search`, for who makes its steps elsewhere."""
-    return search(objective, searched, len(history) + 1, seed, history)[-1]
+    return search(objective, space, len(history) + 1, seed, history)[-1]
 
 
-def propose(history: Sequence[Trial], searched: Sequence[str], seed: int) -> Settings:
+def propose(history: Sequence[Trial], space: Space, seed: int) -> Settings:
     """What to try after these trials, to three digits: at random at first, then as a Parzen estimator advises.
 
     The sampler is Optuna's TPE with its defaults, but for STARTUP.
@@ -89,10 +87,10 @@ def propose(history: Sequence[Trial], searched: Sequence[str], seed: int) -> Set
     own_seed = int(np.random.SeedSequence([seed, len(history)]).generate_state(1)[0])
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(sampler=TPESampler(seed=own_seed, n_startup_trials=STARTUP))
-    space: dict[str, BaseDistribution] = {name: FloatDistribution(*RANGES[name], log=True) for name in searched}
+    axes: dict[str, BaseDistribution] = {name: FloatDistribution(*ends, log=True) for name, ends in space.items()}
     for trial in history:
-        study.add_trial(optuna.trial.create_trial(params=dict(trial.settings), distributions=space, value=trial.value))
-    return {name: float(f"{value:.3g}") for name, value in study.ask(space).params.items()}
+        study.add_trial(optuna.trial.create_trial(params=dict(trial.settings), distributions=axes, value=trial.value))
+    return {name: float(f"{value:.3g}") for name, value in study.ask(axes).params.items()}
 
 
 def best(trials: Sequence[Trial]) -> Trial | None:

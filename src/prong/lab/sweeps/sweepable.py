@@ -79,7 +79,7 @@ def autoencoder() -> Swept:
 def cifar10() -> Swept:
     """The paper's convolutional net, chosen by the error on pictures that are held out."""
     task = Classification(folder=data_folder())
-    return Swept("cifar10", task, schedule=Schedule(100, 1000), evaluations=4)
+    return Swept("cifar10", task, schedule=Schedule(100, 1000), evaluations=2)
 
 
 SWEEPABLE: Mapping[str, Callable[[], Sweepable]] = {"autoencoder": autoencoder, "cifar10": cifar10}
