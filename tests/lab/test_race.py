@@ -199,7 +199,7 @@ def test_a_record_of_another_race_is_refused(finished: Path, folder: Path, tmp_p
     path = tmp_path / "race.json"
     path.write_text(finished.read_text())
     for change in ({"trials": 5}, {"seeds": (2,)}, {"cap": 0.2}, {"methods": ("SGD",)}, {"thresholds": (70.0,)}):
-        with pytest.raises(ForeignRecordError, match=rf"another configuration \({next(iter(change))}\)"):
+        with pytest.raises(ForeignRecordError, match=rf"another configuration \({next(iter(change))}"):
             run(path, folder, rules=replace(RULES, **change))
     assert path.read_text() == finished.read_text()
 
