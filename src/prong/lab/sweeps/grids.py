@@ -53,14 +53,18 @@ Space = Mapping[str, tuple[Value, ...] | Range]
 
 def paper_space(experiment: str, method: str) -> Space:
     """The paper's grid of a method: those of its settings that the method has."""
-    known = names_of(method)
+    known = {*KEYS[method].settings, "batch"}
     return {name: tuple(values) for name, values in PAPER[experiment].items() if name in known}
 
 
 def names_of(method: str) -> list[str]:
-    """What can be tried with a method: its settings, and what belongs to every run or to every refresh."""
-    refreshes = ("period", "samples") if "eps" in KEYS[method].settings else ()
-    return [*KEYS[method].settings, "batch", *refreshes, "initialisation"]
+    """What can be tried with a method: its settings, and what belongs to every run or to every refresh.
+
+    A damping is among them in any case: a whitened initialisation has one.
+    """
+    settings = KEYS[method].settings
+    others = ("period", "samples") if "eps" in settings else ("eps",)
+    return [*settings, "batch", *others, "initialisation"]
 
 
 def read_spaces(path: Path, methods: Sequence[str], chosen: bool) -> dict[str, Space]:

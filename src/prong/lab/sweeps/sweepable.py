@@ -57,7 +57,9 @@ class Swept:
         """The run of a method at a point."""
         initialisation = cast(Initialisation, point.get("initialisation", "standard"))
         damping = {"eps": WHITENED["eps"]} if initialisation == "whitened" else {}
-        settings = {name: float(value) for name, value in point.items() if name not in (*COUNTS, "initialisation")}
+        unused = set() if initialisation == "whitened" or "eps" in KEYS[method].settings else {"eps"}
+        others = {*COUNTS, "initialisation", *unused}
+        settings = {name: float(value) for name, value in point.items() if name not in others}
         counts = {name: int(point[name]) for name in COUNTS if name in point}
         return Job(
             experiment=self.experiment,
