@@ -34,7 +34,9 @@ def test_every_python_block_runs_in_order(page):
             exec(block, names)
 
 
-@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "docs/index.md", "docs/derivation.md", "docs/log.md", "docs/sweep.md"])
+@pytest.mark.parametrize(
+    "page", [*PAGES, "CONTRIBUTING.md", "docs/index.md", "docs/derivation.md", "docs/log.md", "docs/sweep.md"]
+)
 def test_links_within_the_project_lead_somewhere(page):
     path = ROOT / page
     for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text()):
