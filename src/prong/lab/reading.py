@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from prong.lab.photographs import Listing, UnreadableError, central_view, decode, random_view
+from prong.lab.pool import leave_with_parent
 
 AHEAD = 2  # requests that every process reads before they are needed
 
@@ -101,14 +103,16 @@ def read(viewer: Viewer, requests: Iterable[Request], readers: int) -> Iterator[
     if readers == 0:
         yield from map(viewer.__getitem__, requests)
         return
+    context = multiprocessing.get_context("forkserver")  # a fork of a process with threads, such as torch's, may hang
+    context.set_forkserver_preload([__name__])  # torch is imported once for all of them
     loader = DataLoader(
         viewer,
         batch_size=None,
         sampler=requests,
         num_workers=readers,
         prefetch_factor=AHEAD,
-        multiprocessing_context="forkserver",  # a fork of a process with threads, such as torch's, may hang
-        worker_init_fn=_be_deaf,
+        multiprocessing_context=context,
+        worker_init_fn=_begin,
         generator=torch.Generator(),  # its own, as it draws a number that nobody uses
     )
     try:
@@ -122,5 +126,6 @@ def read(viewer: Viewer, requests: Iterable[Request], readers: int) -> Iterator[
         ) from error
 
 
-def _be_deaf(worker: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that reads are made for
+def _begin(reader: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that is read for
+    leave_with_parent()  # torch would wait for the fork server, which waits for its processes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import lzma
 import tarfile
+import zlib
 from pathlib import Path
 
 from prong.lab.datasets.fetching import FetchError, aside, plain
@@ -25,10 +27,10 @@ def unpack(archive: Path, folder: Path) -> Path:
             with aside(folder, name) as place:
                 tar.extractall(place, filter=plain)
                 (place / name).rename(target)
+    except (tarfile.ReadError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise FetchError(f"{archive} is not unpacked: it is no tar archive, or a damaged one.") from error
     except tarfile.TarError as error:
         raise FetchError(f"{archive} is not unpacked: {error}") from error
-    except EOFError as error:
-        raise FetchError(f"{archive} is not unpacked: it ends too early") from error
     except OSError as error:
         where, why = error.filename or folder, error.strerror or error
         raise FetchError(f"{archive} is not unpacked: {where}: {why}") from error
@@ -37,7 +39,9 @@ def unpack(archive: Path, folder: Path) -> Path:
 
 def _top(tar: tarfile.TarFile, archive: Path) -> str:
     """The name of the one folder that all is in."""
-    names = {Path(member.name).parts[:1] for member in tar.getmembers()} - {()}
-    if len(names) != 1 or (name := names.pop()[0]) in ("/", "..") or name.startswith("."):
+    paths = [(Path(member.name), member.isdir()) for member in tar.getmembers()]
+    names = {path.parts[0] for path, _ in paths if path.parts}
+    alone = any(len(path.parts) == 1 and not folder for path, folder in paths)
+    if len(names) != 1 or alone or (name := names.pop()).startswith((".", "/")):
         raise FetchError(f"{archive} is not unpacked: it should hold one folder, with all files in it.")
     return name
