@@ -20,6 +20,7 @@ from prong.lab.experiments import imagenet
 from prong.lab.folders import RunFolder, run_folders
 from prong.lab.sweeps.grids import Search, paper_space
 from prong.lab.sweeps.sweepable import SWEEPABLE
+from prong.lab.sweeps.sweeping import attempt
 from tests.lab.pictures import make_album, spoil, tiny_net
 from tests.lab.test_experiments import refused, wait_for
 from tests.lab.test_jobs import assert_same
@@ -133,6 +134,15 @@ def test_the_papers_grid_is_swept_with_a_tenth_of_the_period(album: Path, monkey
     assert (job.schedule.period, job.schedule.samples, job.plan.batch) == (100, 10 * 256, 256)
     assert job.settings["weight_decay"] == 1e-4 and job.task.watched == "validation_error"
     assert experiment.job("prong", {"period": 10, "samples": 7}, 9, 0).schedule.samples == 7
+
+
+def test_a_sweep_does_not_take_unreadable_photographs_for_a_fault_of_its_settings(
+    small_net: None, album: Path, tmp_path: Path
+) -> None:
+    spoil(album / "train" / "n03" / "n03_02.JPEG", "truncated")
+    job = imagenet.jobs(imagenet.Options(data=album, batch=6, held_out=2, readers=0, size=32, epochs=1))[0]
+    with pytest.raises(OSError, match="1 of 30 photographs cannot be read"):
+        attempt(job, RunFolder(tmp_path / "run"), "rows")
 
 
 # Archives

@@ -18,7 +18,7 @@ from prong.lab.pool import leave_with_parent
 AHEAD = 2  # requests that every process reads before they are needed
 
 
-class ReaderDiedError(RuntimeError):
+class ReaderDiedError(OSError):
     """A process that reads photographs is gone."""
 
 

@@ -10,7 +10,7 @@ FILE = "unreadable.txt"
 ERRORS = "surrogateescape"  # a file's name is any bytes
 
 
-class TooManyUnreadableError(RuntimeError):
+class TooManyUnreadableError(OSError):
     """So many photographs cannot be read that a run makes no sense."""
 
 
