@@ -19,7 +19,7 @@ import torch
 
 import prong
 from prong.lab.cli import main
-from prong.lab.experiments import autoencoder, catalogue, cifar10, conditioning, listing, sensitivity
+from prong.lab.experiments import autoencoder, catalogue, cifar10, conditioning, imagenet, listing, sensitivity
 from prong.lab.folders import RunFolder, run_folders
 from prong.lab.jobs import Job
 from prong.lab.methods import KEYS
@@ -227,11 +227,13 @@ def test_every_experiment_is_listed_with_figure_claim_and_time(capsys: pytest.Ca
     shown = capsys.readouterr().out
     assert all(entry.name in shown for entry in catalogue.CATALOGUE) and "about" in shown
     assert listing.duration(30) == "about a minute" and listing.duration(7200) == "about 2.0 h"
+    assert listing.duration(300 * 86400) == "about 300 days"
 
 
 def test_the_guess_of_the_time_is_from_the_operations_of_the_default_runs() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
+    from prong.lab.inception import inception
     from prong.lab.models import CROP, cifar10_net
     from prong.lab.models import autoencoder as paper
 
@@ -243,18 +245,22 @@ def test_the_guess_of_the_time_is_from_the_operations_of_the_default_runs() -> N
     guessed = {entry.name: entry.teraflops for entry in catalogue.CATALOGUE}
     options, grid = autoencoder.Options(), sensitivity.Options()
     digits, pictures = torch.zeros(options.batch, 784), torch.zeros(128, 3, CROP, CROP)
+    photographs = imagenet.Options()
+    updates = photographs.epochs * ((1_281_167 - 1000 * photographs.held_out) // photographs.batch)  # of ILSVRC
     runs = len(grid.eps) * len(grid.lrs) + 2 * len(grid.periods)
     counted = {
         "autoencoder": operations(paper(), digits, options.updates, len(autoencoder.TUNED)),
         "sensitivity": operations(paper(), digits, grid.updates, runs),
         "cifar10": operations(cifar10_net(), pictures, 30 * 351, len(cifar10.TUNED)),
+        "imagenet": photographs.batch
+        * operations(inception(), torch.zeros(1, 3, 224, 224), updates, len(imagenet.TUNED)),
     }
     for name, count in counted.items():
         assert guessed[name] == pytest.approx(count, rel=0.2), name
 
 
 def test_every_tuned_setting_is_one_that_the_method_knows() -> None:
-    tables: list[dict[str, Any]] = [autoencoder.TUNED, cifar10.TUNED, conditioning.TUNED]
+    tables: list[dict[str, Any]] = [autoencoder.TUNED, cifar10.TUNED, conditioning.TUNED, imagenet.TUNED]
     for key, tuned in [item for table in tables for item in table.items()]:
         known = set(KEYS[key].settings) | ({"eps"} if tuned.initialisation == "whitened" else set())
         assert set(tuned.settings) <= known

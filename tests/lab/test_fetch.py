@@ -270,7 +270,7 @@ def test_an_interrupted_command_says_so_and_leaves_no_file(tmp_path: Path) -> No
 def test_a_killed_fetch_keeps_others_out_while_it_lives_and_is_cleared_away_afterwards(tmp_path: Path) -> None:
     with serving({FIRST: bytes(1_000_000)}, "hangs") as slow, serving(ZIPPED) as mirror:
         process = begun(slow, tmp_path)
-        with pytest.raises(FetchError, match="another process is fetching"):
+        with pytest.raises(FetchError, match="another process is at work on"):
             get(LITTLE_MNIST, tmp_path, mirror)
         process.kill()
         process.communicate()

@@ -12,6 +12,7 @@ from typing import Any
 from prong.lab.experiments.catalogue import CATALOGUE
 
 LIBRARIES = (  # of the lab extra
+    "PIL",
     "filelock",
     "jinja2",
     "matplotlib",
@@ -152,6 +153,11 @@ DATA = Group(
                 "prong data fetch cifar10 --version python --data /srv/data",
                 "prong data fetch fashion-mnist --mirror http://mirror.example/fashion",
             ),
+        ),
+        "unpack": Command(
+            "prong.lab.datasets.commands:unpack_set",
+            "Unpack an archive of a folder, such as one of photographs.",
+            ("prong data unpack tiny-imagenet-20.tar", "prong data unpack photographs.tar --data /srv/data"),
         ),
     },
 )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from time import monotonic
 from typing import Any
 
 from prong.lab.contestants import Contestant
 from prong.lab.folders import RunFolder
 from prong.lab.methods import Schedule, Settings
-from prong.lab.tasks.base import Task
+from prong.lab.tasks.base import Reading, Task
 from prong.lab.training import DIVERGENCES, Plan, Training, diverged
 
 CHECKPOINT_SECONDS = 60.0
@@ -44,6 +44,7 @@ class Job:
     def config(self) -> dict[str, Any]:
         """What the folder says of it."""
         plan = asdict(self.plan)
+        unsaid = {"hurdles"} | ({"patience"} if self.plan.patience == Plan.patience else set())  # as it ever was
         return {
             "experiment": self.experiment,
             "part": self.part,
@@ -53,7 +54,7 @@ class Job:
             "seed": plan.pop("seed"),
             "settings": dict(self.settings),
             "schedule": asdict(self.schedule),
-            "plan": {key: value for key, value in plan.items() if key != "hurdles"},
+            "plan": {key: value for key, value in plan.items() if key not in unsaid},
             "data": self.task.source,
             "parameters": sum(p.numel() for p in self.task.build().parameters()),
         }
@@ -92,6 +93,8 @@ def carry_out(
     with folder.opened(job.config()):
         if folder.outcome is not None:
             return folder.outcome
+        if isinstance(job.task, Reading):
+            job = replace(job, task=job.task.within(folder.path))
         try:
             training = _started(job, folder)
         except DIVERGENCES as error:

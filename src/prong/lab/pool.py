@@ -95,7 +95,7 @@ class _Here(Executor):
 def _prepare() -> None:
     """Begin a worker: single-threaded, and not to outlive the process that wants its results."""
     _be_single()
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    leave_with_parent()
 
 
 def _be_single() -> None:
@@ -103,8 +103,13 @@ def _be_single() -> None:
     torch.set_flush_denormal(True)  # sigmoid units make them
 
 
-def _leave_with_parent() -> None:
+def leave_with_parent() -> None:
+    """End this process when the one that began it ends, which may be killed with no time to say so."""
+    threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
-        parent.join()  # it may be killed with no time to say so
+        parent.join()
         os._exit(1)

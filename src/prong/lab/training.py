@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from time import perf_counter
 from typing import Any, Literal
 
@@ -15,13 +16,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from prong.lab.data import PIXELS
 from prong.lab.methods import Trains, optimizers_of
-from prong.lab.tasks.base import Divergence, Task
+from prong.lab.tasks.base import Divergence, Task, Wanted, batches
 
 # Of a loss or an error; of statistics or factorisations that met NaN first.
 DIVERGENCES: tuple[type[Exception], ...] = (ArithmeticError, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
 Anneal = Literal["linear", "constant", "waterfall"]
-# The paper's: a tenth where the error did not improve by 1 % in four measurements.
-WATERFALL: Mapping[str, Any] = {"factor": 0.1, "patience": 3, "threshold": 0.01, "threshold_mode": "rel"}
+# The paper's: a tenth where the error did not improve by 1 %.
+WATERFALL: Mapping[str, Any] = {"factor": 0.1, "threshold": 0.01, "threshold_mode": "rel"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Plan:
         evaluated: on how many examples of each set, spread evenly over it.
         anneal: the learning rate then falls to zero over the last half of all updates, or stays, or is divided by ten
             where the watched measure does not improve.
+        patience: measurements without improvement that are let pass before that.
         until: training ends where the watched measure is no larger than this.
         hurdles: watched measures by update; training ends there if what is measured is larger.
         bf16: forwards under bfloat16 autocast.
@@ -52,6 +54,7 @@ class Plan:
     until: float = 0.0
     hurdles: Mapping[int, float] = field(default_factory=dict)
     bf16: bool = False
+    patience: int = 3
 
     def ends(self, update: int, error: float) -> bool:
         """Whether nothing comes after what was measured."""
@@ -87,6 +90,11 @@ class Order:
             self._epoch, self._order = epoch, torch.randperm(self.count, generator=seeded(self.seed, epoch, 0))
         return self._order[position * self.size : (position + 1) * self.size]
 
+    def onwards(self, first: int) -> Iterator[Wanted]:
+        """Those for update `first`, first + 1, ..., each with a generator for what is random in them."""
+        for update in count(first):
+            yield self(update), seeded(self.seed, update, 1)
+
 
 def seeded(*numbers: int) -> torch.Generator:
     """A generator of its own for these numbers: torch's takes 32 bits, in which they are mixed."""
@@ -119,8 +127,9 @@ class Training:
         self._order = Order(task.count, plan.batch, plan.seed)
         self._rates = [group["lr"] for group in optimizer.param_groups]
         self._losses: list[float] = []  # since they were last measured
+        self._batches: Iterator[tuple[Tensor, Tensor]] | None = None  # from the next update on, once begun
         whole = optimizers_of(optimizer) if plan.anneal == "waterfall" else ()
-        self._waterfalls = [ReduceLROnPlateau(part, **WATERFALL) for part in whole]
+        self._waterfalls = [ReduceLROnPlateau(part, patience=plan.patience, **WATERFALL) for part in whole]
 
     def proceed(self) -> dict[str, float] | None:
         """One more update, and a row where the plan wants one; at first a row without an update.
@@ -147,7 +156,9 @@ class Training:
         if self.update < self.plan.warm_up or self.plan.anneal == "linear":
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * self.plan.rate(self.update)
-        x, y = self.task.batch(self._order(self.update), seeded(self.plan.seed, self.update, 1))
+        if self._batches is None:
+            self._batches = batches(self.task, self._order.onwards(self.update))
+        x, y = next(self._batches)
         self.update += 1
         self.optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=self.plan.bf16):
@@ -204,6 +215,7 @@ class Training:
         for waterfall, saved in zip(self._waterfalls, state["waterfalls"], strict=True):
             waterfall.load_state_dict(saved)
         torch.set_rng_state(state["random"])
+        self._batches = None
 
 
 @dataclass(frozen=True)

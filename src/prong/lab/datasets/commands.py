@@ -12,6 +12,7 @@ from rich.table import Table
 from prong.lab.datasets.fetching import FetchError, fetch
 from prong.lab.datasets.published import ALL, MNIST, Published
 from prong.lab.datasets.shelf import data_folder, find
+from prong.lab.datasets.unpacking import unpack
 from prong.lab.terminal import make_console
 
 
@@ -59,6 +60,24 @@ def fetch_set(
     done = f"fetched and verified: {', '.join(names)}" if names else "complete and verified, nothing to fetch"
     console.print(f"{_title(published)}: {done}", highlight=False, soft_wrap=True)
     console.print(f"folder: {find(published, folder).folder}", highlight=False, soft_wrap=True)
+
+
+def unpack_set(
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")], data: Path | None = None
+) -> None:
+    """Unpack a tar archive of one folder below that of all data: whole or not at all, and no links.
+
+    Args:
+        file: the archive.
+        data: folder of all data; by default the one that PRONG_DATA names, or else ./data.
+    """
+    try:
+        folder = unpack(file, data_folder(data))
+    except FetchError as error:
+        raise SystemExit(str(error)) from error
+    except KeyboardInterrupt:
+        raise SystemExit(f"interrupted; nothing is left of {file.name}") from None
+    make_console().print(f"folder: {folder}", highlight=False, soft_wrap=True)
 
 
 def _title(published: Published) -> str:

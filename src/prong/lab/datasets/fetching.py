@@ -47,10 +47,10 @@ def fetch(published: Published, folder: Path, console: Console, mirrors: Sequenc
     if published.archive is None:
         downloads = tuple(file for file in published.files if not file.is_at(target / file.name))
     try:
-        with _aside(folder, published.places[0]) as aside, _progress(console) as progress:
+        with aside(folder, published.places[0]) as place, _progress(console) as progress:
             for file in downloads:
-                _download(file, mirrors or published.mirrors, aside, progress)
-                _place(_unpacked(published, aside) if file is published.archive else aside / file.name, target)
+                _download(file, mirrors or published.mirrors, place, progress)
+                _place(_unpacked(published, place) if file is published.archive else place / file.name, target)
     except OSError as error:
         why = error.strerror or error
         raise FetchError(f"cannot write to {folder}: {why}. Make room, or name another folder with --data.") from error
@@ -58,7 +58,7 @@ def fetch(published: Published, folder: Path, console: Console, mirrors: Sequenc
 
 
 @contextmanager
-def _aside(folder: Path, name: str) -> Iterator[Path]:
+def aside(folder: Path, name: str) -> Iterator[Path]:
     """An empty folder on the same disk for what is not yet whole, gone in the end."""
     place = folder / f".{name}.part"
     place.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def _aside(folder: Path, name: str) -> Iterator[Path]:
     try:
         lock.acquire()
     except Timeout as error:
-        raise FetchError(f"another process is fetching into {folder / name}. Wait until it ends.") from error
+        raise FetchError(f"another process is at work on {folder / name}. Wait until it ends.") from error
     try:
         shutil.rmtree(place / "pieces", ignore_errors=True)  # of a fetch that was killed
         (place / "pieces").mkdir()
@@ -129,7 +129,7 @@ def _unpacked(published: Published, aside: Path) -> Path:
     name, folder = published.archive.name, published.places[0]
     try:
         with tarfile.open(aside / name) as archive:
-            archive.extractall(aside, filter=_plain)
+            archive.extractall(aside, filter=plain)
     except tarfile.TarError as error:
         raise FetchError(f"{name} is not unpacked: {error}") from error
     for file in published.files:
@@ -138,7 +138,7 @@ def _unpacked(published: Published, aside: Path) -> Path:
     return aside / folder
 
 
-def _plain(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
+def plain(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
     """The member, if it is a file or a folder, and inside."""
     if not (member.isreg() or member.isdir()):
         raise tarfile.SpecialFileError(member)

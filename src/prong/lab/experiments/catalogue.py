@@ -63,4 +63,15 @@ CATALOGUE: Sequence[Entry] = (
         4700.0,
         ("prong run cifar10 --methods nesterov batchnorm prong", "prong run cifar10 --quick"),
     ),
+    Entry(
+        "imagenet",
+        "ImageNet with Inception: training error against updates, validation error against time",
+        "PRONG+ learns faster than batch norm at first: 36 % against 46 % error after 100,000 updates",
+        2_300_000.0,
+        (
+            "prong run imagenet --data ilsvrc2012 --readers 8",
+            "prong run imagenet --data data/tiny-imagenet-20 --size 64 --batch 64 --epochs 10",
+            "prong run imagenet --data data/tiny-imagenet-20 --quick",
+        ),
+    ),
 )

@@ -43,4 +43,6 @@ def duration(seconds: float) -> str:
     """Time in words: `about 20 min`."""
     if seconds < 90:
         return "about a minute"
-    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"
+    if seconds < 5400:
+        return f"about {seconds / 60:.0f} min"
+    return f"about {seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"about {seconds / 86400:,.0f} days"

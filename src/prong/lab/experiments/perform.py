@@ -20,9 +20,11 @@ from prong.lab.folders import FolderInUseError, RunFolder
 from prong.lab.interrupts import Stop
 from prong.lab.jobs import Job, Row, Watch, carry_out
 from prong.lab.pool import side_by_side
+from prong.lab.reading import ReaderDiedError
 from prong.lab.record import ForeignRecordError
 from prong.lab.terminal import make_console
 from prong.lab.training import Training
+from prong.lab.unreadable import TooManyUnreadableError
 
 QUIET_SECONDS = 10.0  # between lines, where there is no terminal
 
@@ -38,7 +40,7 @@ def perform(experiment: str, jobs: Sequence[Job], options: Common) -> None:
         _check(jobs, root, options)
         console.print(f"{jobs[0].task.source}; {len(jobs)} runs in {root}", highlight=False, soft_wrap=True)
         outcomes = _outcomes(jobs, root, options, console)
-    except (ForeignRecordError, FolderInUseError) as error:
+    except (ForeignRecordError, FolderInUseError, TooManyUnreadableError, ReaderDiedError) as error:
         raise SystemExit(str(error)) from error
     except OSError as error:
         where = error.filename or root

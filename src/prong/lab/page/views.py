@@ -77,6 +77,14 @@ def autoencoder(experiment: Experiment) -> Sequence[Figure]:
     ]
 
 
+def imagenet(experiment: Experiment) -> Sequence[Figure]:
+    """Training error against updates, validation error against seconds."""
+    return [
+        over(experiment, "train_error", percent=True, log=False),
+        over(experiment, "validation_error", seconds=True, percent=True, log=False),
+    ]
+
+
 def cifar10(experiment: Experiment) -> Sequence[Figure]:
     """Training error against updates, test error against seconds."""
     return [
@@ -128,6 +136,7 @@ VIEWS: Mapping[str, Callable[[Experiment], Sequence[Figure]]] = {
     "sensitivity": sensitivity,
     "autoencoder": autoencoder,
     "cifar10": cifar10,
+    "imagenet": imagenet,
 }
 
 

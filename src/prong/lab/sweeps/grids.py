@@ -36,6 +36,14 @@ PAPER: Mapping[str, Mapping[str, Sequence[Value]]] = {
         "eps": EPS,
     },
     "cifar10": {"lr": RATES, "eps": EPS},
+    # The number of samples goes with the period.
+    "imagenet": {
+        "lr": RATES,
+        "momentum": (0.9,),
+        "weight_decay": (1e-4,),
+        "eps": EPS,
+        "period": (10, 100, 1000, 10_000),
+    },
 }
 
 

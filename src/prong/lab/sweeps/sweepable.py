@@ -14,6 +14,7 @@ from prong.lab.jobs import Job
 from prong.lab.methods import KEYS, WHITENED, Schedule
 from prong.lab.sweeps.grids import COUNTS, Point
 from prong.lab.tasks.base import Task
+from prong.lab.tasks.photographs import Photographs
 from prong.lab.tasks.pictures import Classification
 from prong.lab.tasks.reconstruction import Reconstruction
 from prong.lab.training import Plan
@@ -44,6 +45,8 @@ class Swept:
         schedule: of the refreshes, where a point does not say otherwise.
         batch: examples per update, likewise.
         evaluations: of every run, the last of which counts.
+        samples_per_period: of a refresh, where a point does not say; a share of the examples of a period, or else those
+            of the schedule.
     """
 
     experiment: str
@@ -52,6 +55,7 @@ class Swept:
     schedule: Schedule = field(default_factory=Schedule)
     batch: int = 128
     evaluations: int = 20
+    samples_per_period: float | None = None
 
     def job(self, method: str, point: Point, updates: int, seed: int) -> Job:
         """The run of a method at a point."""
@@ -61,14 +65,18 @@ class Swept:
         others = {*COUNTS, "initialisation", *unused}
         settings = {name: float(value) for name, value in point.items() if name not in others}
         counts = {name: int(point[name]) for name in COUNTS if name in point}
+        batch, period = counts.get("batch", self.batch), counts.get("period", self.schedule.period)
+        samples = self.schedule.samples
+        if self.samples_per_period is not None:
+            samples = max(1, round(self.samples_per_period * period)) * batch
         return Job(
             experiment=self.experiment,
             name=method,
             task=self.task,
             contestant=Contestant(KEYS[method].name, initialisation),
             settings={**damping, **KEYS[method].settings, **settings},
-            schedule=Schedule(counts.get("period", self.schedule.period), counts.get("samples", self.schedule.samples)),
-            plan=Plan(updates, seed, counts.get("batch", self.batch), evaluations=self.evaluations),
+            schedule=Schedule(period, counts.get("samples", samples)),
+            plan=Plan(updates, seed, batch, evaluations=self.evaluations),
             part="sweep",
         )
 
@@ -84,4 +92,15 @@ def cifar10() -> Swept:
     return Swept("cifar10", task, schedule=Schedule(100, 1000), evaluations=2)
 
 
-SWEEPABLE: Mapping[str, Callable[[], Sweepable]] = {"autoencoder": autoencoder, "cifar10": cifar10}
+def imagenet() -> Swept:
+    """Inception on photographs, chosen by the error on some that are held out."""
+    methods = ("nesterov", "rmsprop", "batchnorm", "prong", "prong+")
+    task = Photographs(folder=data_folder())
+    return Swept("imagenet", task, methods, batch=256, evaluations=4, samples_per_period=0.1)
+
+
+SWEEPABLE: Mapping[str, Callable[[], Sweepable]] = {
+    "autoencoder": autoencoder,
+    "cifar10": cifar10,
+    "imagenet": imagenet,
+}

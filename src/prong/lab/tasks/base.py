@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 INITIAL = 5000  # training examples behind a whitened initialisation
+Wanted = tuple[Tensor, torch.Generator]  # numbers of examples, and what is random in them
 
 
 class Divergence(FloatingPointError):
@@ -52,6 +54,24 @@ class Task(Protocol):
 
     def keepsakes(self, model: nn.Module) -> Mapping[str, Any]:
         """What is worth keeping of a model before its first update, as JSON has it."""
+
+
+@runtime_checkable
+class Reading(Protocol):
+    """What a task has besides where its data is read while it is trained on."""
+
+    def stream(self, requests: Iterable[Wanted]) -> Iterator[tuple[Tensor, Tensor]]:
+        """What `batch` would give for each of these, read ahead; there is no end of them."""
+
+    def within(self, folder: Path) -> Task:
+        """The task of a run in that folder, to which it may add files."""
+
+
+def batches(task: Task, requests: Iterable[Wanted]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets of one update after another, each when it is asked for or, if the task can, read ahead."""
+    if isinstance(task, Reading):
+        return task.stream(requests)
+    return (task.batch(chosen, generator) for chosen, generator in requests)
 
 
 def spread(count: int, wanted: int) -> slice:

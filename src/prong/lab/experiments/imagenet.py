@@ -1,0 +1,129 @@
+"""`prong run imagenet`: Inception on photographs in folders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prong.lab.experiments.cifar10 import has_bf16
+from prong.lab.experiments.common import Common, Flat, Start, Tuned, given, make_job, source_of
+from prong.lab.experiments.perform import perform
+from prong.lab.inception import inception
+from prong.lab.jobs import Job
+from prong.lab.methods import Schedule
+from prong.lab.tasks.photographs import SIZE, Photographs
+from prong.lab.terminal import at_least
+from prong.lab.training import Anneal, Plan
+
+NAME = "imagenet"
+SMALLEST = 32  # pixels, which five halvings make one
+QUICK_METHODS = ("nesterov", "batchnorm", "prong+")
+QUICK_SIZE = 64
+# Rates and dampings of the paper's grid; which of them it chose it does not say.
+TUNED: Mapping[str, Tuned] = {
+    "nesterov": Tuned({"lr": 0.01}),
+    "rmsprop": Tuned({"lr": 0.001}),
+    "batchnorm": Tuned({"lr": 0.1}),
+    "prong": Tuned({"lr": 0.01, "eps": 1.0}),
+    "prong+": Tuned({"lr": 0.01, "eps": 1.0}),
+}
+
+
+@dataclass(frozen=True)
+class Options(Common):
+    """Train the Inception of the batch-normalisation paper on photographs in folders, as ILSVRC has them.
+
+    --data is a folder that holds train/CLASS/*.JPEG and val/CLASS/*.JPEG. Some of the training photographs are held
+    out, and the waterfall goes by them; what `val` holds is for testing only, unless nothing is held out.
+
+    Attributes:
+        epochs: of every run, over all training photographs.
+        batch: photographs per update.
+        size: pixels per side that the net is shown.
+        held_out: training photographs of every class that are for validation; 0 to use those in val.
+        lr: learning rate of all methods; by default each has its own; the paper tries 0.1, 0.01 and 0.001.
+        momentum: of all methods.
+        weight_decay: of all methods.
+        eps: damping; by default each method's own; the paper tries 1, 0.1, 0.01 and 0.001.
+        period: updates between PRONG's refreshes, the paper's T; it tries 10, 100, 1,000 and 10,000.
+        samples: photographs behind each, the paper's N_s; by default those of a tenth of the period.
+        start: from which weights: each method's better one, He's (standard) or whitened.
+        anneal: the paper's waterfall (a tenth where an epoch did not improve the validation error by 1 %), or the
+            learning rate stays, or falls to zero over the last half.
+        patience: epochs without improvement that the waterfall lets pass.
+        warm_up: updates over which the learning rate rises.
+        evaluated: on how many training photographs; the others all.
+        readers: processes that read photographs; what is read does not depend on them.
+        unreadable: the share of all photographs that may be unreadable before a run stops.
+        bf16: forwards in bfloat16; by default where the processor has units for it.
+        channels_last: the layout of pictures in memory.
+    """
+
+    epochs: int = 30
+    batch: int = 256
+    size: int = SIZE
+    held_out: int = 25
+    lr: float | None = None
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    eps: float | None = None
+    period: int = 1000
+    samples: int | None = None
+    start: Start = "tuned"
+    anneal: Anneal = "waterfall"
+    patience: int = 0
+    warm_up: int = 100
+    evaluated: int = 5000
+    readers: int = 2
+    unreadable: float = 0.01
+    bf16: bool | None = None
+    channels_last: bool = True
+
+
+def main(options: Flat[Options]) -> None:
+    """Train Inception on photographs in folders with several methods, and record their errors."""
+    perform(NAME, jobs(options), options)
+
+
+def jobs(options: Options) -> list[Job]:
+    """The runs."""
+    options.check()
+    at_least(1, epochs=options.epochs, batch=options.batch, period=options.period)
+    at_least(0, held_out=options.held_out, readers=options.readers, patience=options.patience)
+    at_least(SMALLEST, size=options.size)
+    if not 0 <= options.unreadable < 1:
+        raise SystemExit(f"--unreadable is a share, from 0 to less than 1, got {options.unreadable}")
+    task = Photographs(
+        inception,
+        options.data,
+        min(options.size, QUICK_SIZE) if options.quick else options.size,
+        options.held_out,
+        options.readers,
+        options.unreadable,
+        options.channels_last,
+    )
+    source_of(task)
+    batch = min(options.batch, 32) if options.quick else options.batch
+    if task.count < batch:
+        raise SystemExit(f"--batch is at most the {task.count} photographs that are trained on, got {batch}")
+    samples = options.samples or max(1, round(0.1 * options.period)) * batch
+    changes = given(lr=options.lr, momentum=options.momentum, eps=options.eps, weight_decay=options.weight_decay)
+    made = []
+    for seed in range(options.seeds):
+        plan = Plan(
+            20 if options.quick else options.epochs * (task.count // batch),
+            seed,
+            batch,
+            options.warm_up,
+            2 if options.quick else options.epochs,
+            100 if options.quick else options.evaluated,
+            options.anneal,
+            bf16=has_bf16() if options.bf16 is None else options.bf16,
+            patience=options.patience,
+        )
+        for key in options.chosen(QUICK_METHODS if options.quick else tuple(TUNED)):
+            tuned = TUNED.get(key, Tuned({}))
+            made.append(
+                make_job(NAME, task, key, tuned, Schedule(options.period, samples), plan, changes, options.start)
+            )
+    return made
