@@ -230,7 +230,14 @@ _ALL: Sequence[Method] = (
         settings=LEAST,
         resumable=False,
     ),
-    Method("psgd-kron", "PSGD-Kron", plain(pytorch_optimizer.Kron), settings=LEAST, rates=(1e-3, 1e-1)),
+    Method(
+        "psgd-kron",
+        "PSGD-Kron",
+        plain(pytorch_optimizer.Kron),
+        settings=LEAST,
+        resumable=False,
+        rates=(1e-3, 1e-1),
+    ),
 )
 METHODS: Mapping[str, Method] = {method.name: method for method in _ALL}
 KEYS: Mapping[str, Method] = {method.key: method for method in _ALL}

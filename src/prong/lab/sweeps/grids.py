@@ -61,7 +61,8 @@ Space = Mapping[str, tuple[Value, ...] | Range]
 
 def paper_space(experiment: str, method: str) -> Space:
     """The paper's grid of a method: those of its settings that the method has."""
-    known = {*KEYS[method].settings, "batch"}
+    own = KEYS[method].settings
+    known = [name for name in names_of(method) if name != "eps" or name in own]
     return {name: tuple(values) for name, values in PAPER[experiment].items() if name in known}
 
 
