@@ -97,6 +97,24 @@ class OutputGradients:
         if self.gain is not None:
             self.gain.reset()
 
+    def own(self, zeros: Tensor) -> Tensor:
+        """What other workers do not have, flat: the total, whose shape `zeros` have, and the examples.
+
+        The numbers of balance are added up at every update, so of them it is what was added since `settle`.
+        """
+        total, examples = self._shared(zeros)
+        added = zeros if self.total is None else self.total - total
+        return torch.cat([added.reshape(-1), zeros.new_zeros(1) + (self.examples - examples)])
+
+    def take_over(self, added_up: Tensor, zeros: Tensor) -> None:
+        """Let this stand in the place of `own`."""
+        total, examples = self._shared(zeros)
+        self.total, self.examples = total + added_up[:-1].view(zeros.shape), examples + added_up[-1]
+
+    def _shared(self, zeros: Tensor) -> tuple[Tensor, Tensor | float]:
+        total, examples = self._settled if self.scalar else (None, 0.0)
+        return zeros if total is None else total, examples
+
     def undo(self) -> None:
         """Take back what was added since `settle`."""
         self.total, self.examples = self._settled

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from prong.distributed.workers import Workers, unwrapped
 from prong.estimation import Forward
 from prong.gradient_whitening import BALANCE, GradientWhitening, LossScale
 from prong.gradients import GradientSource
@@ -31,7 +33,8 @@ class PRONG(torch.optim.SGD):
     forms do `W -= lr wd W, b -= lr wd b`. (They differ if the bias alone is put in a group without decay.)
 
     Args:
-        model: the model to train. If some of its layers are whitened already, those are used and no others.
+        model: the model to train, or a DistributedDataParallel of it. If some of its layers are whitened already, those
+            are used and no others.
         lr: learning rate.
         momentum: heavy-ball momentum; Nesterov's with `nesterov=True`.
         nesterov: see `momentum`.
@@ -56,6 +59,8 @@ class PRONG(torch.optim.SGD):
         maximize: ascend instead.
         foreach: torch's multi-tensor implementation.
         fused: torch's implementation in one pass over memory, the fastest where there is one.
+        process_group: the workers that train the model together; default: DistributedDataParallel's, or all where
+            `torch.distributed` is initialised. See `prong.distributed`.
     """
 
     def __init__(
@@ -83,8 +88,10 @@ class PRONG(torch.optim.SGD):
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         check_model(model)
+        workers, model = Workers.of(model, process_group), unwrapped(model)
         for name, flag in {"plus": plus, "balance": balance, "nesterov": nesterov}.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} is True or False, got {flag!r}")
@@ -112,7 +119,7 @@ class PRONG(torch.optim.SGD):
             )
             gradients = None
             if balance or gradient_whitening is not None:
-                gradients = GradientWhitening(require_whitened(model), gradient_whitening or BALANCE, eps)
+                gradients = GradientWhitening(require_whitened(model), gradient_whitening or BALANCE, eps, workers)
             self.refresher = Refresher(
                 model,
                 self,
@@ -125,6 +132,7 @@ class PRONG(torch.optim.SGD):
                 on_refresh=on_refresh,
                 plus=plus,
                 gradients=gradients,
+                process_group=workers.group,
             )
         except BaseException:
             if not whitened:
@@ -135,7 +143,8 @@ class PRONG(torch.optim.SGD):
         """Whitened initialisation from data (`initialize_`), before the first update. Not function-preserving."""
         if self.refresher.updates > 0:
             raise RuntimeError("initialize draws new weights and comes before the first update")
-        initialize_(self.model, batches, self.refresher.eps, scheme=scheme, forward=forward)
+        group = self.refresher.workers.group
+        initialize_(self.model, batches, self.refresher.eps, scheme=scheme, forward=forward, process_group=group)
 
     @property
     def loss_scale(self) -> LossScale:
