@@ -24,7 +24,7 @@ def main(folder: Path, names: list[str]) -> None:
         torch.manual_seed(0)
         start = time.perf_counter()
         try:
-            result = SCENARIOS[name](place) if name in SCENARIOS else BEHAVIOUR[name](place, folder)
+            result = {**SCENARIOS, **BEHAVIOUR}[name](place)
         except Exception:
             result = traceback.format_exc()
         print(place.rank, name, f"{time.perf_counter() - start:.2f} s", file=sys.stderr, flush=True)

@@ -103,6 +103,11 @@ class GradientWhitening:
             for outputs in gathered.values():
                 outputs.settle()
 
+    def add_up(self) -> None:
+        """Before each step: let the numbers of balance be those of all workers."""
+        if self.source == BALANCE:
+            self._add_up(self._gathered())
+
     def _gathered(self) -> dict[str, OutputGradients]:
         return {name: outputs for name, (_, site) in self.sites.items() if (outputs := site.outputs) is not None}
 
@@ -140,10 +145,18 @@ class GradientWhitening:
         """Matrices, what was gathered so far, and where the random numbers are."""
         gathered = {name: outputs.state_dict() for name, outputs in self._gathered().items()}
         random = None if self._random is None else self._random.get_state()
-        return {"source": self.source, "Q": dict(self.Q), "gathered": gathered, "seed": self._seed, "random": random}
+        return {
+            "source": self.source,
+            "eps": self.eps,
+            "Q": dict(self.Q),
+            "gathered": gathered,
+            "seed": self._seed,
+            "random": random,
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` gave."""
+    def load_state_dict(self, state: dict[str, Any], weight: float = 1.0) -> None:
+        """Continue from what `state_dict` gave; what a worker had of its own is to count `weight` times."""
+        self.eps = float(state.get("eps", self.eps))
         layer, site = next(iter(self.sites.values()))
         device = layer.pair(site)[0].device
         self.Q = {name: Q.to(device) for name, Q in state["Q"].items()}
@@ -158,6 +171,9 @@ class GradientWhitening:
             outputs = self.sites[name][1].outputs
             assert outputs is not None
             outputs.load_state_dict(gathered)
+            if self.source != BALANCE:
+                outputs.decay(weight)
+                outputs.settle()
 
     def settle(self) -> None:
         """After an update: keep what was gathered for it."""
@@ -230,8 +246,7 @@ class GradientWhitening:
 
     @torch.no_grad()
     def _precondition(self) -> None:
-        if self.source == BALANCE:
-            self._add_up(self._gathered())
+        self.add_up()
         for name, (layer, site) in self.sites.items():
             Q = self._due(name, site)
             if Q is None:

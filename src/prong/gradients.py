@@ -129,7 +129,7 @@ class OutputGradients:
             second = second * self.scale(examples) ** 2
         finite = (second.abs() < math.inf).all()  # or it is an overflow that a GradScaler is about to skip
         if self.scalar:  # at every update: do not wait for the device
-            self._count(second.where(finite, 0.0), finite * examples)
+            self._count(second.where(finite, 0.0), finite.to(second.dtype) * examples)
         elif finite:
             self._count(second, examples)
 

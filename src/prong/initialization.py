@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from prong.distributed.reduction import Reduction
+from prong.distributed.sharding import check_unsharded
 from prong.distributed.workers import Workers, unwrapped
 from prong.estimation import Forward, as_batches, call_model, estimate, gathering, run_batches, undisturbed
 from prong.injection import check_model, fold_, whiten_, whitened_sites
@@ -68,6 +69,7 @@ def initialize_(
     check_model(model)
     check_eps(eps)
     check_basis(basis)
+    check_unsharded(model, "whitened initialisation", "call it before fully_shard")
     check_between_updates()
     batches = as_batches(batches)
     batches = list(batches) if iter(batches) is batches else batches  # a generator would be spent after one pass

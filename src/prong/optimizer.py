@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
+from prong.distributed.joining import Shadow
+from prong.distributed.sharding import check_unsharded
 from prong.distributed.workers import Workers, unwrapped
 from prong.estimation import Forward
 from prong.gradient_whitening import BALANCE, GradientWhitening, LossScale
@@ -19,7 +22,7 @@ from prong.refresh import OnRefresh, require_whitened
 from prong.schedule import Period, Refresher, Source
 
 
-class PRONG(torch.optim.SGD):
+class PRONG(torch.optim.SGD, Joinable):
     """Projected natural gradient descent (Desjardins et al. 2015).
 
         optimizer = prong.PRONG(model, lr=1e-3)        # instead of torch.optim.SGD(model.parameters(), lr=...)
@@ -91,13 +94,15 @@ class PRONG(torch.optim.SGD):
         process_group: ProcessGroup | None = None,
     ) -> None:
         check_model(model)
-        workers, model = Workers.of(model, process_group), unwrapped(model)
+        given, workers, model = model, Workers.of(model, process_group), unwrapped(model)
         for name, flag in {"plus": plus, "balance": balance, "nesterov": nesterov}.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} is True or False, got {flag!r}")
         if balance and gradient_whitening is not None:
             raise ValueError("balance is the scalar version of gradient_whitening; choose one of them")
-        self.model = model
+        if balance or gradient_whitening is not None:
+            check_unsharded(model, "whitening of gradients", "leave balance and gradient_whitening off")
+        self.model, self._given = model, given
         whitened = [layer for _, layer in whitened_layers(model)]
         if not whitened:
             whiten_(model, form or ("explicit" if plus else "implicit"), cutoff=cutoff, storage=storage)
@@ -117,11 +122,12 @@ class PRONG(torch.optim.SGD):
                 foreach=foreach,
                 fused=fused,
             )
+            Joinable.__init__(self)
             gradients = None
             if balance or gradient_whitening is not None:
                 gradients = GradientWhitening(require_whitened(model), gradient_whitening or BALANCE, eps, workers)
             self.refresher = Refresher(
-                model,
+                given,
                 self,
                 eps=eps,
                 period=period,
@@ -187,6 +193,20 @@ class PRONG(torch.optim.SGD):
         self.refresher.check_state_dict(state_dict["prong"])
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "prong"})
         self.refresher.load_state_dict(state_dict["prong"])
+
+    def join_hook(self, **unused: Any) -> JoinHook:
+        """For `torch.distributed.algorithms.Join([model, optimizer])`, where some workers run out of data early."""
+        return Shadow(self, self._given)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where workers talk."""
+        return self.refresher.workers.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The workers."""
+        return self.refresher.workers.group
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("PRONG is bound to its model and cannot be copied or pickled; save its state_dict()")

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from prong.background import Background
 from prong.checkpoint import check_site_state, restore_site, site_state
-from prong.compatibility import check_optimizer
+from prong.compatibility import check_joined, check_optimizer
 from prong.distributed.reduction import Reduction, summed
+from prong.distributed.sharding import reshard_
 from prong.distributed.sharing import Share, collect, compute
 from prong.distributed.workers import Workers, unwrapped
 from prong.drift import EVERY, TOLERANCE, Drift
@@ -90,7 +91,7 @@ class Refresher:
         process_group: ProcessGroup | None = None,
     ) -> None:
         check_model(model)
-        self.workers, model = Workers.of(model, process_group), unwrapped(model)
+        self._given, self.workers, model = model, Workers.of(model, process_group), unwrapped(model)
         check_eps(eps)
         if period != "auto":
             if isinstance(period, str):
@@ -155,6 +156,7 @@ class Refresher:
 
     def _note_fixed_biases(self) -> None:
         """A bias that the optimizer does not hold is as good as frozen."""
+        reshard_(self.model)
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for layer, site in self.sites.values():
             site.fixed_bias = id(layer.pair(site)[1]) not in held
@@ -253,7 +255,8 @@ class Refresher:
         self.check_state_dict(state)
         for name, (layer, site) in self.sites.items():
             restore_site(layer, site, state["layers"][name])
-        self.windows.scale(state.get("workers", 1) / self.workers.size)
+        weight = state.get("workers", 1) / self.workers.size
+        self.windows.scale(weight)
         self.updates = int(state["updates"])
         vars(self).update(state["settings"])
         self.windows.load_state_dict(state["windows"])
@@ -268,7 +271,7 @@ class Refresher:
             held = {name: Whitening(**w) for name, w in state["pending"]["whitenings"].items()}
             self._pending.put(Share(held), int(state["pending"]["due"]))
         if self.gradients is not None:
-            self.gradients.load_state_dict(state["gradients"])
+            self.gradients.load_state_dict(state["gradients"], weight)
 
     def _kind(self) -> dict[str, Any]:
         """What a state must agree on."""
@@ -320,7 +323,15 @@ class Refresher:
 
         return (args[0], wrapped), {}
 
+    def shadow(self) -> None:
+        """Take part in an update for which this worker has no data; it makes no step of its own."""
+        self._meet()
+        if self.gradients is not None:
+            self.gradients.add_up()
+        self._after_step()
+
     def _meet(self) -> None:
+        check_joined(self._given, self.optimizer)
         if self.windows.gathering and self.workers.any(bool(self._errors)):
             first = next(iter(self._errors), None)
             self._errors.clear()

@@ -81,9 +81,9 @@ class Windows:
                 faded.add(id(inputs))
 
     def fade_after_update(self, samples: int) -> None:
-        """The same for all, after an update in which all workers have seen as many examples as this one."""
+        """The same for all of them, at every update."""
         own = {name: inputs.examples for name, (_, site) in self._sites.items() if (inputs := site.inputs) is not None}
-        self.fade({name: seen * self._workers.size for name, seen in own.items()}, samples)
+        self.fade(self._workers.total(own), samples)
 
     def scale(self, weight: float) -> None:
         """Let everything they hold count so many times, as when it was saved by another number of workers."""

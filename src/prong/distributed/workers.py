@@ -70,11 +70,15 @@ class Workers:
 
     def any(self, flag: bool) -> bool:
         """Whether it is so for any worker."""
+        return self.total({"flag": float(flag)})["flag"] > 0
+
+    def total(self, numbers: dict[str, float]) -> dict[str, float]:
+        """These numbers, added up over all workers."""
         if self.alone:
-            return flag
-        told = torch.tensor([float(flag)], device=self.device)
-        dist.all_reduce(told, group=self.group)
-        return bool(told.item() > 0)
+            return numbers
+        told = torch.tensor(list(numbers.values()), device=self.device)
+        self.sum_([told])()
+        return dict(zip(numbers, told.tolist(), strict=True))
 
     def sum_(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
         """Begin to add up these tensors over all workers, in place; they are ready once the result has been called.
