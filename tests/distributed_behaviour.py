@@ -122,7 +122,7 @@ def broken_loader(place: Place) -> str:
 
 
 def too_large_together(place: Place) -> str:
-    """Each rank's squares are finite, their sum is not: only the owner of that factorisation sees it, and all refuse."""
+    """Each rank's squares are finite, their sum is not: only the owner of the factorisation sees it, and all refuse."""
     torch.manual_seed(0)
     model = prong.whiten_(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))
     prong.refresh_(model, torch.randn(8, 3))

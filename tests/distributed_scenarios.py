@@ -350,3 +350,29 @@ SCENARIOS: dict[str, Callable[[Place], dict[str, Tensor]]] = {
     "sharded, lag": lambda place: sharded(place, lag=5),
     "sharded, resumed": lambda place: sharded(place, "checkpoint"),
 }
+
+# Those that every run of the tests tries, with two workers; all of them are tried with four.
+CORE = (
+    "plain",
+    "plain, float32",
+    "convnet",
+    "balance",
+    "explicit",
+    "plus",
+    "plus, convnet",
+    "ema",
+    "automatic period",
+    "lag, explicit",
+    "Adam",
+    "accumulation, balance",
+    "uneven batches",
+    "unused layers",
+    "refresh_",
+    "initialize_",
+    "sub-groups",
+    "joined",
+    "resumed",
+    "resumed by half of the ranks",
+    "sharded",
+    "sharded, resumed",
+)

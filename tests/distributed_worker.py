@@ -20,7 +20,7 @@ def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=100))
     place = Place(dist.get_rank(), dist.get_world_size())
-    for name in names or [*SCENARIOS, *BEHAVIOUR]:
+    for name in names:
         torch.manual_seed(0)
         start = time.perf_counter()
         try:

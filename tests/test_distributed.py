@@ -20,11 +20,12 @@ from prong.distributed.reduction import _symmetric, _triangle
 from prong.distributed.sharing import owners
 from prong.statistics import Moments
 from tests.distributed_behaviour import BEHAVIOUR
-from tests.distributed_scenarios import SCENARIOS, Place
-from tests.training import tensors
+from tests.distributed_scenarios import CORE, SCENARIOS, Place
 
 ROOT = Path(__file__).parents[1]
-WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
+FOUR = pytest.mark.slow
+AGREED = [(2, name) for name in CORE] + [pytest.param(4, name, marks=FOUR) for name in SCENARIOS]
+BEHAVED = [(2, name) for name in BEHAVIOUR] + [pytest.param(4, name, marks=FOUR) for name in BEHAVIOUR]
 FLOAT32 = 1e-4  # relative to the largest parameter of a tensor; products over parts are added up in another order
 FLOAT64 = 1e-10
 
@@ -38,7 +39,8 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if size not in folders:
             folders[size] = tmp_path_factory.mktemp(f"ranks{size}")
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-            command = [*torchrun, "-m", "tests.distributed_worker", str(folders[size])]
+            names = [*(CORE if size == 2 else SCENARIOS), *BEHAVIOUR]
+            command = [*torchrun, "-m", "tests.distributed_worker", str(folders[size]), *names]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
             assert done.returncode == 0, done.stderr
@@ -50,29 +52,37 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return results
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize(("size", "name"), AGREED)
 def test_workers_train_as_one_process_with_the_whole_batch(launched, size, name):
     """After 100 updates and three refreshes or more; and all workers have the same bits."""
     first, *others = launched(size, name)
     for other in others:
-        torch.testing.assert_close(other, first, rtol=0, atol=0)
+        assert_same(other, first)
     for key, expected in SCENARIOS[name](Place()).items():
         bound = FLOAT64 if expected.dtype == torch.float64 else FLOAT32
         off = (first[key] - expected).abs().max() / expected.abs().max()
         assert off < bound, f"{key} is off by {off:.1e}"
 
 
-@pytest.mark.parametrize("name", BEHAVIOUR)
-@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize(("size", "name"), BEHAVED)
 def test_workers_agree_that(launched, size, name):
     """Each behaviour is checked on every rank, and what they return is the same on all."""
     first, *others = launched(size, name)
     for other in others:
-        if isinstance(first, dict):
-            torch.testing.assert_close(tensors(other), tensors(first), rtol=0, atol=0)
-        else:
-            assert other == first
+        assert_same(other, first)
+
+
+def assert_same(left: Any, right: Any, where: str = "") -> None:
+    """Nested states are equal to the bit."""
+    assert type(left) is type(right), where
+    if isinstance(left, dict):
+        assert left.keys() == right.keys(), where
+        for key in left:
+            assert_same(left[key], right[key], f"{where}/{key}")
+    elif isinstance(left, torch.Tensor):
+        torch.testing.assert_close(left, right, rtol=0, atol=0, msg=lambda m: f"{where}: {m}")
+    else:
+        assert left == right, where
 
 
 @given(costs=st.lists(st.floats(0, 1e6), max_size=20), size=st.integers(1, 6))
