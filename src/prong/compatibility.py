@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import nn
-from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from prong.layers import Explicit, Implicit, Site, WhitenedLayer
@@ -42,16 +40,3 @@ def check_optimizer(optimizer: Optimizer, sites: Mapping[str, tuple[WhitenedLaye
         )
     if plus and any(layer.basis != "pca" for layer in layers):
         raise ValueError('PRONG+ rescales principal directions and needs basis="pca"')
-
-
-def check_joined(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse a join of the model alone: a worker without data would leave the optimizer's exchanges to the others."""
-
-    def joined(x: object) -> bool:
-        return isinstance(x, Joinable) and x._join_config.enable
-
-    if joined(model) and not joined(optimizer):
-        raise RuntimeError(
-            "the optimizer's workers exchange statistics too: instead of model.join() use "
-            "torch.distributed.algorithms.Join([model, optimizer]), with prong.PRONG as the optimizer"
-        )

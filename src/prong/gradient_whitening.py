@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from prong.distributed.sharing import exchange, owners
 from prong.distributed.workers import ALONE, Workers
 from prong.gradients import GRADIENT_SOURCES, Gain, OutputGradients, precondition, sampled_output_gradient
+from prong.hooks import before_step
 from prong.layers import Implicit, Site, WhitenedLayer
 from prong.precision import accumulation_dtype
 
@@ -129,7 +130,7 @@ class GradientWhitening:
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """From now on, steps of this optimizer see preconditioned gradients; `.grad` is theirs only meanwhile."""
-        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._handles.append(before_step(optimizer, self._precondition))
         if self._sampled:
             self._handles.append(model.register_forward_hook(_Draw(self)))
         if self.source == BALANCE:
@@ -230,19 +231,6 @@ class GradientWhitening:
         for (outputs, _, *where), delta in zip(pending, deltas, strict=True):
             if delta is not None:
                 outputs.add(delta, *where)
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._precondition()
-            return None
-
-        def wrapped() -> Any:  # the gradients come to be inside the step
-            loss = closure()
-            self._precondition()
-            return loss
-
-        return (args[0], wrapped), {}
 
     @torch.no_grad()
     def _precondition(self) -> None:

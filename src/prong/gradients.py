@@ -110,6 +110,8 @@ class OutputGradients:
         """Let this stand in the place of `own`."""
         total, examples = self._shared(zeros)
         self.total, self.examples = total + added_up[:-1].view(zeros.shape), examples + added_up[-1]
+        if self.scalar:  # even if this step is skipped, it must not be added up again
+            self._settled = self.total, self.examples
 
     def _shared(self, zeros: Tensor) -> tuple[Tensor, Tensor | float]:
         total, examples = self._settled if self.scalar else (None, 0.0)

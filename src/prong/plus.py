@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from prong.distributed.reduction import summed
 from prong.distributed.workers import ALONE, Workers
 from prong.layers import Site, WhitenedLayer
-from prong.precision import accumulation_dtype
 from prong.statistics import MeanSquare
 from prong.transport import diagonal_powers
+from prong.watching import zeros_of
 from prong.whitening import Whitening
 
 DECAY = 0.9  # of the running variance of whitened activations, per update
@@ -31,9 +31,7 @@ def rescale_(sites: Mapping[str, tuple[WhitenedLayer, Site]], optimizer: Optimiz
     measured: dict[str, tuple[MeanSquare, Tensor]] = {}
     for name, (layer, site) in sites.items():
         if site.spread is not None and site.whitening is not None:
-            weight = layer.pair(site)[0]
-            shape = site.layout.groups, site.layout.features
-            measured[name] = site.spread, weight.new_zeros(shape, dtype=accumulation_dtype(weight.dtype))
+            measured[name] = site.spread, zeros_of(layer, site)
     squares = summed(measured, workers)
     own = {name: spread.take() for name, (spread, _) in measured.items()}
     scales: dict[str, Tensor] = {}

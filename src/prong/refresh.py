@@ -64,10 +64,10 @@ def refresh_(
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     check_between_updates()
-    workers = Workers.of(model, process_group)
     sites = require_whitened(unwrapped(model))
-    moments = estimate(unwrapped(model), batches, samples, forward, workers)
     owner = next((layer.owner for layer, _ in sites.values() if layer.owner is not None), None)
+    workers = Workers.of(model, process_group) if owner is None or process_group is not None else owner.workers
+    moments = estimate(unwrapped(model), batches, samples, forward, workers)
     on_refresh: OnRefresh = "transport" if owner is None else owner.on_refresh
     if optimizer is None and owner is not None:
         optimizer = owner.optimizer

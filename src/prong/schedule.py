@@ -15,15 +15,16 @@ from torch.optim import Optimizer
 
 from prong.background import Background
 from prong.checkpoint import check_site_state, restore_site, site_state
-from prong.compatibility import check_joined, check_optimizer
-from prong.distributed.reduction import Reduction, summed
+from prong.compatibility import check_optimizer
+from prong.distributed.consent import Consent
+from prong.distributed.reduction import Reduction
 from prong.distributed.sharding import reshard_
 from prong.distributed.sharing import Share, collect, compute
 from prong.distributed.workers import Workers, unwrapped
-from prong.drift import EVERY, TOLERANCE, Drift
 from prong.estimation import as_batches, estimate
 from prong.factorisation import requests_of
 from prong.gradient_whitening import GradientWhitening
+from prong.hooks import before_step
 from prong.injection import check_count, check_model
 from prong.layers import Explicit, WhitenedLayer
 from prong.plus import rescale_
@@ -37,6 +38,7 @@ from prong.refresh import (
 )
 from prong.statistics import MeanSquare
 from prong.transport import transports_of, warn_unknown
+from prong.watching import Watch
 from prong.whitening import Whitening, check_eps
 from prong.windows import Windows
 
@@ -91,7 +93,7 @@ class Refresher:
         process_group: ProcessGroup | None = None,
     ) -> None:
         check_model(model)
-        self._given, self.workers, model = model, Workers.of(model, process_group), unwrapped(model)
+        given, self.workers, model = model, Workers.of(model, process_group), unwrapped(model)
         check_eps(eps)
         if period != "auto":
             if isinstance(period, str):
@@ -121,9 +123,9 @@ class Refresher:
         self.gradients = gradients
         self.updates = 0
         self.windows = Windows(model, self.sites, self, self.workers)
-        self._drifted: set[str] = set()
+        self._watch = Watch(self.sites, self.workers)
         self._pending: Background[Share] = Background()
-        self._errors: list[FloatingPointError] = []
+        self._consent = Consent(self.workers, given, optimizer, lambda: self.windows.gathering, self.undo)
         if transports_of(optimizer) is None and on_refresh == "transport":
             warn_unknown(optimizer)
         if not isinstance(source, str):
@@ -132,10 +134,10 @@ class Refresher:
         for layer, site in self.sites.values():
             layer.owner = self
             site.spread = MeanSquare() if plus else None
-            site.errors = None if self.workers.alone else self._errors
+            site.errors = self._consent.errors
         self._handles = [optimizer.register_step_post_hook(self._after_step)]
         if not self.workers.alone:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(before_step(optimizer, self._consent.ask))
         if gradients is not None:
             gradients.attach(model, optimizer)
         if isinstance(source, str):
@@ -217,10 +219,7 @@ class Refresher:
         self.windows.share()
         if self.gradients is not None:
             self.gradients.share()
-        for name, squares in self._summed_drifts(self.sites).items():
-            drift = self.sites[name][1].drift
-            assert drift is not None
-            drift.share(*squares, 1 / self.workers.size)
+        self._watch.share()
         held, due = self._pending.peek(), self._pending.due
         if held is not None and due is not None:
             self._pending.drop()
@@ -238,10 +237,7 @@ class Refresher:
             "settings": {name: getattr(self, name) for name in SETTINGS},
             "layers": {name: site_state(layer, site) for name, (layer, site) in self.sites.items()},
             "windows": self.windows.state_dict(),
-            "drifted": sorted(self._drifted),
-            "drift": {
-                name: site.drift.state_dict() for name, (_, site) in self.sites.items() if site.drift is not None
-            },
+            **self._watch.state_dict(),
             "pending": self._pending_state(),
         }
         return state if self.gradients is None else {**state, "gradients": self.gradients.state_dict()}
@@ -260,12 +256,7 @@ class Refresher:
         self.updates = int(state["updates"])
         vars(self).update(state["settings"])
         self.windows.load_state_dict(state["windows"])
-        self._drifted = set(state["drifted"])
-        for name, (layer, site) in self.sites.items():
-            drift, device = state["drift"].get(name), layer.pair(site)[0].device
-            site.drift = None if drift is None else Drift()
-            if site.drift is not None:
-                site.drift.load_state_dict(drift, device)
+        self._watch.load_state_dict(state)
         self._pending.drop()
         if state["pending"] is not None:
             held = {name: Whitening(**w) for name, w in state["pending"]["whitenings"].items()}
@@ -309,34 +300,12 @@ class Refresher:
         for name, (layer, site) in self.sites.items():
             check_site_state(name, layer, site, state["layers"][name])
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """With several workers: refuse the step together, if the data of one cannot be counted."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._meet()
-            return None
-
-        def wrapped() -> Any:
-            loss = closure()
-            self._meet()
-            return loss
-
-        return (args[0], wrapped), {}
-
     def shadow(self) -> None:
         """Take part in an update for which this worker has no data; it makes no step of its own."""
-        self._meet()
+        self._consent.ask()
         if self.gradients is not None:
             self.gradients.add_up()
         self._after_step()
-
-    def _meet(self) -> None:
-        check_joined(self._given, self.optimizer)
-        if self.windows.gathering and self.workers.any(bool(self._errors)):
-            first = next(iter(self._errors), None)
-            self._errors.clear()
-            self.undo()
-            self.workers.meet(None, first)
 
     def _after_step(self, *unused: Any) -> None:
         if self.gradients is not None:
@@ -349,7 +318,8 @@ class Refresher:
             self.gradients.settle()
         scheduled = self.next_refresh() == self.updates + 1
         self.updates += 1
-        self._note_drift()
+        if self.period == "auto":
+            self._watch.note(self.updates)
         if self._pending.due is not None and self.updates >= self._pending.due:
             self._change(collect(self._pending.take(), self.workers))
         due = self._due(scheduled)
@@ -369,7 +339,7 @@ class Refresher:
         for name in self.sites:
             full = not windows or self.windows.full(name, self.samples, self.updates)
             first = windows and self.updates <= self._first_updates(name)
-            if scheduled if first else name in self._drifted and full:
+            if scheduled if first else name in self._watch.drifted and full:
                 due.append(name)
         return due
 
@@ -377,35 +347,6 @@ class Refresher:
         """With an automatic period: refresh at powers of two up to this update, the first to fill a window."""
         window = self.windows.updates(name, self.samples)
         return sys.maxsize if window is None else 1 << (window - 1).bit_length()
-
-    def _note_drift(self) -> None:
-        """See which layers have drifted, and let them listen when the next measurement is due."""
-        if self.period != "auto":
-            return
-        drifts = {name: site.drift for name, (_, site) in self.sites.items() if site.drift is not None}
-        squares = self._summed_drifts([name for name, drift in drifts.items() if drift.listening])
-        if squares:
-            drifted = {name for name, both in squares.items() if drifts[name].value(both) > TOLERANCE}
-            self._drifted.update(*self.workers.meet(drifted))
-        for name, drift in drifts.items():
-            drift.listening = (self.updates + 1) % EVERY == 0 and name not in self._drifted
-
-    def _summed_drifts(self, names: Iterable[str]) -> dict[str, tuple[MeanSquare, MeanSquare]]:
-        """What all workers have measured of these sites."""
-        parts: dict[str, tuple[MeanSquare, Tensor]] = {}
-        for name in names:
-            layer, site = self.sites[name]
-            if site.drift is not None:
-                weight = layer.pair(site)[0]
-                zeros = torch.zeros(
-                    site.layout.groups,
-                    site.layout.features,
-                    dtype=accumulation_dtype(weight.dtype),
-                    device=weight.device,
-                )
-                parts |= {f"{name}/{i}": (square, zeros) for i, square in enumerate(site.drift.squares)}
-        found = summed(parts, self.workers)
-        return {name[:-2]: (found[name], found[f"{name[:-2]}/1"]) for name in found if name.endswith("/0")}
 
     def _refresh(self, names: list[str]) -> None:
         """Refresh these sites, at once or with the lag."""
@@ -432,7 +373,7 @@ class Refresher:
         if lag > 0 and self.workers.alone:  # windows may go on with theirs
             reduction.detach()
         self._whiten(reduction, ready, lag)
-        self._drifted -= set(ready)
+        self._watch.drifted -= set(ready)
         self._close_windows({name: reduction.examples[name] for name in ready})
 
     def _whiten(self, reduction: Reduction, names: list[str], lag: int) -> None:
@@ -448,9 +389,9 @@ class Refresher:
         """Go over to new coordinates."""
         whitenings = {name: (*self.sites[name], whitening) for name, whitening in new.items()}
         assign_(whitenings, self.optimizer, self.on_refresh, workers=self.workers)
-        for name in new:
-            self.sites[name][1].drift = Drift() if self.period == "auto" else None
-            self._drifted.discard(name)
+        if self.period == "auto":
+            for name in new:
+                self._watch.begin(name)
         for _, site in self.sites.values():
             if site.spread is not None:
                 site.spread.take()  # measured in the old coordinates
@@ -471,7 +412,7 @@ class Refresher:
         if window is None:
             return True
         if self.period == "auto" and self.updates >= self._first_updates(name):
-            return name in self._drifted
+            return name in self._watch.drifted
         coming = self.next_refresh()
         assert coming is not None
         return window >= coming - self.updates

@@ -81,21 +81,20 @@ class Reduction:
 def _triangle(moments: Moments, mean: Tensor) -> Tensor:
     """The scatter about another mean, packed: (groups, in (in + 1) / 2)."""
     groups, size = mean.shape
-    rows, columns = torch.tril_indices(size, size, device=mean.device)
     if moments.count == 0:
-        return mean.new_zeros(groups, rows.numel())
+        return mean.new_zeros(groups, size * (size + 1) // 2)
     delta = moments.mean - mean
-    return moments.scatter[:, rows, columns] + moments.count * delta[:, rows] * delta[:, columns]
+    scatter = moments.scatter + moments.count * delta.unsqueeze(2) * delta.unsqueeze(1)
+    return torch.cat([scatter[:, i, : i + 1] for i in range(size)], dim=1)
 
 
 def _symmetric(triangle: Tensor, like: Tensor) -> Tensor:
     """The matrices (groups, in, in) of packed triangles."""
     groups, size = like.shape
-    rows, columns = torch.tril_indices(size, size, device=like.device)
-    matrix = like.new_empty(groups, size, size)
-    matrix[:, rows, columns] = triangle
-    matrix[:, columns, rows] = triangle
-    return matrix
+    lower = like.new_zeros(groups, size, size)
+    for i, row in enumerate(torch.split(triangle, list(range(1, size + 1)), dim=1)):
+        lower[:, i, : i + 1] = row
+    return lower + lower.tril(-1).mT
 
 
 def summed(squares: Mapping[str, tuple[MeanSquare, Tensor]], workers: Workers) -> dict[str, MeanSquare]:

@@ -32,6 +32,7 @@ class Owner(Protocol):
 
     optimizer: Optimizer
     on_refresh: Any
+    workers: Any
     sites: dict[str, tuple[WhitenedLayer, Site]]
 
     def release(self) -> None:
