@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import prong
-import prong.distributed
 from tests.training import attentive, batches, canonical, convnet, mlp
 
 UPDATES, SIZE = 100, 16
