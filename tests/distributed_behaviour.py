@@ -110,7 +110,7 @@ def broken_loader(place: Place) -> str:
     good = [x for x, _ in batches(model, 3, SIZE)]
 
     def batches_of_this_rank() -> Any:
-        yield good[0]
+        yield good[0][:4]
         if place.rank == place.size - 1:
             raise OSError("the disk is gone")
         yield good[1]
