@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import torch
 from torch import Tensor
@@ -68,12 +68,13 @@ class Reduction:
         self.moments = {name: copies[id(m)] for name, m in self.moments.items()}
 
     @torch.no_grad()
-    def wait(self) -> dict[str, Moments]:
-        """The moments, complete. Another thread may call it."""
+    def wait(self, wanted: Container[Moments] | None = None) -> dict[str, Moments]:
+        """The moments, complete, or those that are `wanted`; called once. Another thread may do it."""
         self._finish()
         for name, triangle in self._triangles.items():
             m = self.moments[name]
-            m.load_state_dict({"count": m.count, "mean": m.mean, "scatter": _symmetric(triangle, m.mean)})
+            if wanted is None or m in wanted:
+                m.load_state_dict({"count": m.count, "mean": m.mean, "scatter": _symmetric(triangle, m.mean)})
         self._triangles = {}
         return self.moments
 
@@ -84,7 +85,7 @@ def _triangle(moments: Moments, mean: Tensor) -> Tensor:
     if moments.count == 0:
         return mean.new_zeros(groups, size * (size + 1) // 2)
     delta = moments.mean - mean
-    scatter = moments.scatter + moments.count * delta.unsqueeze(2) * delta.unsqueeze(1)
+    scatter = torch.baddbmm(moments.scatter, delta.unsqueeze(2), delta.unsqueeze(1), alpha=moments.count)
     return torch.cat([scatter[:, i, : i + 1] for i in range(size)], dim=1)
 
 

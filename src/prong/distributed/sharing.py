@@ -61,8 +61,8 @@ def compute(requests: Requests, eps: float, reduction: Reduction, workers: Worke
     owner = owners({request: cost(request) for request, _ in requests.values()}, workers.size)
     share = Share({}, complete=False)
     try:
-        reduction.wait()
         mine = {name: wanted for name, wanted in requests.items() if owner[wanted[0]] == workers.rank}
+        reduction.wait({request[0] for request, _ in mine.values()})
         share.whitenings = factorise(mine, eps, share.notes.append)
     except Exception as error:  # the others are waiting to hear of it
         share.error = error
