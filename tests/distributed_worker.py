@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 import traceback
 from datetime import timedelta
@@ -18,6 +19,7 @@ from tests.distributed_scenarios import SCENARIOS, Place
 
 def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
+    tempfile.tempdir = str(folder)  # checkpoints go where pytest tidies up
     dist.init_process_group("gloo", timeout=timedelta(seconds=100))
     place = Place(dist.get_rank(), dist.get_world_size())
     for name in names:
