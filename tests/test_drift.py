@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import prong
-from prong import schedule
+from prong.distributed import sharing
 from prong.drift import ENOUGH, EVERY, FIRST, TOLERANCE, Drift, whitened_rows
 from prong.estimation import estimate
+from prong.factorisation import factorise, requests_of
 from prong.injection import whitened_sites
-from prong.refresh import factorise, requests_of, whitenings_of
+from prong.refresh import whitenings_of
 from prong.statistics import Moments
 from prong.whitening import Whitening, whiten
 from tests.training import batches, canonical, mlp, run, tensors
@@ -193,9 +194,9 @@ def _file(state):
 @pytest.mark.parametrize("form", ["implicit", "explicit"])
 def test_a_refresh_with_a_lag_is_the_same_refresh_later(form, monkeypatch):
     threads = []
-    original = schedule.factorise
+    original = sharing.factorise
     monkeypatch.setattr(
-        schedule, "factorise", lambda *a: threads.append(threading.current_thread().name) or original(*a)
+        sharing, "factorise", lambda *a: threads.append(threading.current_thread().name) or original(*a)
     )
     model = mlp()
     optimizer = prong.PRONG(model, 0.0, eps=0.1, period=16, samples=64, form=form, lag=3)
@@ -239,7 +240,7 @@ def test_what_goes_wrong_in_the_thread_is_raised_when_the_refresh_is_due(monkeyp
     def broken(*_):
         raise FloatingPointError("layer '0': broken")
 
-    monkeypatch.setattr(schedule, "factorise", broken)
+    monkeypatch.setattr(sharing, "factorise", broken)
     x, y = batches(model, 1)[0]
     run(model, optimizer, [(x, y)])
     with pytest.raises(FloatingPointError, match="broken"):

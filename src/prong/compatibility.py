@@ -38,11 +38,5 @@ def check_optimizer(optimizer: Optimizer, sites: Mapping[str, tuple[WhitenedLaye
             "the optimizer does not train all explicitly whitened weights, so it could not carry their state "
             "along; give it all of them, or whiten only its own: prong.whiten_(model, layers=...)"
         )
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if several and torch.distributed.get_world_size() > 1 and any(isinstance(layer, Explicit) for layer in layers):
-        raise NotImplementedError(
-            "whitened coordinates are not shared among workers yet, so explicit layers would drift apart; "
-            'use form="implicit", whose averaged natural gradients keep workers together'
-        )
     if plus and any(layer.basis != "pca" for layer in layers):
         raise ValueError('PRONG+ rescales principal directions and needs basis="pca"')

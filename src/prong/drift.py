@@ -59,14 +59,20 @@ class Drift:
             mean.add(x.square().sum(1), x.shape[1])
         self._measurements += 1
 
-    def value(self) -> float:
-        """The mean relative change, beyond what chance makes of so few rows; 0 before there is enough to tell."""
-        first, lately = self._first.mean(), self._lately.mean()
-        if self._measurements < FIRST + ENOUGH or first is None or lately is None:
-            return 0.0
-        change = (lately - first).abs() / (first + 1e-3 * first.mean())  # dead inputs have nothing to compare
-        chance = math.sqrt(4 / math.pi * (1 / self._first.count + 1 / self._lately.count))  # of normal rows
-        return max(0.0, float(change.nan_to_num().mean()) - chance)
+    @property
+    def squares(self) -> tuple[MeanSquare, MeanSquare]:
+        """The mean squares right after the refresh, and lately."""
+        return self._first, self._lately
+
+    def share(self, first: MeanSquare, lately: MeanSquare, weight: float) -> None:
+        """Hold this part of the mean squares of all workers."""
+        self._first, self._lately = first, lately
+        for mean in self.squares:
+            mean.decay(weight)
+
+    def value(self, squares: tuple[MeanSquare, MeanSquare] | None = None) -> float:
+        """The mean relative change, of these mean squares or its own; 0 before there is enough to tell."""
+        return 0.0 if self._measurements < FIRST + ENOUGH else _change(*(squares or self.squares))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as tensors and numbers."""
@@ -82,3 +88,13 @@ class Drift:
         self._first.load_state_dict(state["first"], device)
         self._lately.load_state_dict(state["lately"], device)
         self._measurements, self.listening = int(state["measurements"]), bool(state["listening"])
+
+
+def _change(first: MeanSquare, lately: MeanSquare) -> float:
+    """The mean relative change, beyond what chance makes of so few rows; 0 where there is nothing to compare."""
+    before, after = first.mean(), lately.mean()
+    if before is None or after is None:
+        return 0.0
+    change = (after - before).abs() / (before + 1e-3 * before.mean())  # dead inputs have nothing to compare
+    chance = math.sqrt(4 / math.pi * (1 / first.count + 1 / lately.count))  # of normal rows
+    return max(0.0, float(change.nan_to_num().mean()) - chance)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prong.distributed.workers import ALONE, Workers
 from prong.injection import whitened_sites
 from prong.layers import in_backward
 from prong.statistics import Moments
@@ -78,20 +79,29 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def gathering(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[dict[str, Moments]]:
-    """Fresh statistics of the (named) sites, there when the context is left; open windows are put aside meanwhile."""
+def gathering(
+    model: nn.Module, names: Iterable[str] | None = None, workers: Workers = ALONE
+) -> Iterator[dict[str, Moments]]:
+    """Fresh statistics of the (named) sites, there when the context is left; open windows are put aside meanwhile.
+
+    With several workers, what layers refuse to add is raised at the end: the forwards of sharded models need everyone.
+    """
     sites = whitened_sites(model)
     chosen = {name: sites[name] for name in (sites if names is None else names)}
-    kept = ("inputs", "spread", "outputs", "drift", "training_only")
+    kept = ("inputs", "spread", "outputs", "drift", "training_only", "errors")
     before = [(site, {key: getattr(site, key) for key in kept}) for _, site in sites.values()]
+    errors: list[FloatingPointError] | None = None if workers.alone else []
     for _, site in sites.values():
         site.inputs = site.spread = site.outputs = site.drift = None
         site.training_only = False
+        site.errors = errors
     for layer, site in chosen.values():
         site.inputs = site.new_window(layer.pair(site)[0])
     moments: dict[str, Moments] = {}
     try:
         yield moments
+        if errors:
+            raise errors[0]
         moments.update({name: site.inputs.moments for name, (_, site) in chosen.items() if site.inputs is not None})
     finally:
         for site, values in before:
@@ -125,8 +135,11 @@ def run_batches(
     batches: Any,
     samples: int | None = None,
     forward: Forward | None = None,
+    workers: Workers = ALONE,
 ) -> int:
     """Run the model over batches, until `samples` examples were seen if given; returns how many were.
+
+    With several workers, `samples` is of all of them, and some may have no batches.
 
     Raises:
         ValueError: if there are no batches, or the model cannot take one; its own error is the cause.
@@ -140,17 +153,21 @@ def run_batches(
         except (RuntimeError, IndexError) as error:
             raise ValueError(f"the model does not take batch {number}: {error}") from error
         seen += batch_size(batch)
-        if samples is not None and seen >= samples:
+        if samples is not None and seen * workers.size >= samples:
             break
-    if seen == 0:
+    if seen == 0 and workers.alone:
         raise ValueError("there were no batches to estimate statistics from")
     return seen
 
 
 def estimate(
-    model: nn.Module, batches: Any, samples: int | None = None, forward: Forward | None = None
+    model: nn.Module,
+    batches: Any,
+    samples: int | None = None,
+    forward: Forward | None = None,
+    workers: Workers = ALONE,
 ) -> dict[str, Moments]:
-    """The input moments of every whitened site, from batches and without side effects."""
-    with undisturbed(model), gathering(model) as moments:
-        run_batches(model, batches, samples, forward)
+    """The input moments of every whitened site, from this worker's batches and without side effects."""
+    with workers.together(), undisturbed(model), gathering(model, None, workers) as moments:
+        run_batches(model, batches, samples, forward, workers)
     return moments

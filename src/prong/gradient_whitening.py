@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from prong.distributed.sharing import exchange, owners
+from prong.distributed.workers import ALONE, Workers
 from prong.gradients import GRADIENT_SOURCES, Gain, OutputGradients, precondition, sampled_output_gradient
+from prong.hooks import before_step
 from prong.layers import Implicit, Site, WhitenedLayer
+from prong.precision import accumulation_dtype
 
 BALANCE = "balance"
 BALANCE_DECAY = 0.99  # of the running mean square, per update
@@ -31,6 +35,7 @@ class GradientWhitening:
         eps: damping of the matrices, relative to their mean diagonal. It does not stop them from growing without
             bound as a network fits its data perfectly and its gradients vanish; the paper, too, found this version less
             stable. Balance, which follows every update, is not so easily upset.
+        workers: those whose gradients count.
 
     Attributes:
         loss_scale: what the mean loss over a batch was multiplied by before `backward` (a GradScaler's scale, one
@@ -38,12 +43,15 @@ class GradientWhitening:
             source are not linear in the gradient and must know.
     """
 
-    def __init__(self, sites: Mapping[str, tuple[WhitenedLayer, Site]], source: str, eps: float) -> None:
+    def __init__(
+        self, sites: Mapping[str, tuple[WhitenedLayer, Site]], source: str, eps: float, workers: Workers = ALONE
+    ) -> None:
         if source not in (BALANCE, *GRADIENT_SOURCES):
             raise ValueError(f"gradient_whitening is one of {', '.join(GRADIENT_SOURCES)}, got {source!r}")
         self.sites = sites
         self.source = source
         self.eps = eps
+        self.workers = workers
         self.loss_scale: LossScale = 1.0
         self.Q: dict[str, Tensor] = {}
         self._ordinary: list[tuple[Tensor, Tensor]] = []
@@ -67,21 +75,62 @@ class GradientWhitening:
         if site.outputs is None:
             scale = None if self._sampled else self._per_example
             site.outputs = OutputGradients(self.source == BALANCE, scale, own_backward=self._sampled)
-            if self.source == BALANCE and isinstance(layer, Implicit):
+            # Of several workers, none can know the mean square of all in its own backward pass.
+            if self.source == BALANCE and isinstance(layer, Implicit) and self.workers.alone:
                 site.outputs.gain = site.gain = Gain()
 
-    def close(self, name: str) -> None:
-        """Take the matrix of what was gathered; keep the last one if there was nothing."""
-        _, site = self.sites[name]
-        if self.source != BALANCE and site.outputs is not None:
-            Q = site.outputs.preconditioner(self.eps)
-            if Q is not None:
-                self.Q[name] = Q
-            site.outputs = None
+    def close(self, names: Iterable[str]) -> None:
+        """Take the matrices of what was gathered; keep the last one where there was nothing."""
+        if self.source == BALANCE:
+            return
+        gathered = {name: outputs for name in names if (outputs := self.sites[name][1].outputs) is not None}
+        self._add_up(gathered)
+        sizes = {name: float(self.sites[name][1].layout.outputs) ** 3 for name in gathered}
+        owner = owners(sizes, self.workers.size)
+        mine = {
+            name: {"Q": x.preconditioner(self.eps)} for name, x in gathered.items() if owner[name] == self.workers.rank
+        }
+        for name, found in exchange(mine, self.workers).items():
+            if found["Q"] is not None:
+                self.Q[name] = found["Q"]
+        for name in gathered:
+            self.sites[name][1].outputs = None
+
+    def share(self) -> None:
+        """Give every worker the same part of what all have gathered, so that any of them can be saved for all."""
+        if self.source != BALANCE:  # whose numbers are the same for all
+            gathered = self._gathered()
+            self._add_up(gathered, 1 / self.workers.size)
+            for outputs in gathered.values():
+                outputs.settle()
+
+    def add_up(self) -> None:
+        """Before each step: let the numbers of balance be those of all workers."""
+        if self.source == BALANCE:
+            self._add_up(self._gathered())
+
+    def _gathered(self) -> dict[str, OutputGradients]:
+        return {name: outputs for name, (_, site) in self.sites.items() if (outputs := site.outputs) is not None}
+
+    def _add_up(self, gathered: Mapping[str, OutputGradients], weight: float = 1.0) -> None:
+        """Let this part of what all workers have gathered stand in the place of each one's own."""
+        if self.workers.alone:
+            return
+        zeros = {name: self._zeros(name) for name in gathered}
+        own = {name: outputs.own(zeros[name]) for name, outputs in gathered.items()}
+        self.workers.sum_(list(own.values()))()
+        for name, outputs in gathered.items():
+            outputs.take_over(own[name] * weight, zeros[name])
+
+    def _zeros(self, name: str) -> Tensor:
+        layer, site = self.sites[name]
+        weight, outputs = layer.pair(site)[0], site.layout.outputs
+        shape = (site.layout.groups, *((1, 1) if self.source == BALANCE else (outputs, outputs)))
+        return weight.new_zeros(shape, dtype=accumulation_dtype(weight.dtype))
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """From now on, steps of this optimizer see preconditioned gradients; `.grad` is theirs only meanwhile."""
-        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._handles.append(before_step(optimizer, self._precondition))
         if self._sampled:
             self._handles.append(model.register_forward_hook(_Draw(self)))
         if self.source == BALANCE:
@@ -95,14 +144,20 @@ class GradientWhitening:
 
     def state_dict(self) -> dict[str, Any]:
         """Matrices, what was gathered so far, and where the random numbers are."""
-        gathered = {
-            name: site.outputs.state_dict() for name, (_, site) in self.sites.items() if site.outputs is not None
-        }
+        gathered = {name: outputs.state_dict() for name, outputs in self._gathered().items()}
         random = None if self._random is None else self._random.get_state()
-        return {"source": self.source, "Q": dict(self.Q), "gathered": gathered, "seed": self._seed, "random": random}
+        return {
+            "source": self.source,
+            "eps": self.eps,
+            "Q": dict(self.Q),
+            "gathered": gathered,
+            "seed": self._seed,
+            "random": random,
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` gave."""
+    def load_state_dict(self, state: dict[str, Any], weight: float = 1.0) -> None:
+        """Continue from what `state_dict` gave; what a worker had of its own is to count `weight` times."""
+        self.eps = float(state.get("eps", self.eps))
         layer, site = next(iter(self.sites.values()))
         device = layer.pair(site)[0].device
         self.Q = {name: Q.to(device) for name, Q in state["Q"].items()}
@@ -117,6 +172,9 @@ class GradientWhitening:
             outputs = self.sites[name][1].outputs
             assert outputs is not None
             outputs.load_state_dict(gathered)
+            if self.source != BALANCE:
+                outputs.decay(weight)
+                outputs.settle()
 
     def settle(self) -> None:
         """After an update: keep what was gathered for it."""
@@ -146,7 +204,7 @@ class GradientWhitening:
     def _generator(self, device: torch.device) -> torch.Generator:
         """A source of random numbers of our own: the user's are left alone."""
         if self._random is None or self._random.device != device:
-            self._random = torch.Generator(device).manual_seed(self._seed)
+            self._random = torch.Generator(device).manual_seed(self._seed + self.workers.rank)
         return self._random
 
     def draw(self, output: Any) -> None:
@@ -174,21 +232,9 @@ class GradientWhitening:
             if delta is not None:
                 outputs.add(delta, *where)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._precondition()
-            return None
-
-        def wrapped() -> Any:  # the gradients come to be inside the step
-            loss = closure()
-            self._precondition()
-            return loss
-
-        return (args[0], wrapped), {}
-
     @torch.no_grad()
     def _precondition(self) -> None:
+        self.add_up()
         for name, (layer, site) in self.sites.items():
             Q = self._due(name, site)
             if Q is None:

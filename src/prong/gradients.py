@@ -97,6 +97,26 @@ class OutputGradients:
         if self.gain is not None:
             self.gain.reset()
 
+    def own(self, zeros: Tensor) -> Tensor:
+        """What other workers do not have, flat: the total, whose shape `zeros` have, and the examples.
+
+        The numbers of balance are added up at every update, so of them it is what was added since `settle`.
+        """
+        total, examples = self._shared(zeros)
+        added = zeros if self.total is None else self.total - total
+        return torch.cat([added.reshape(-1), zeros.new_zeros(1) + (self.examples - examples)])
+
+    def take_over(self, added_up: Tensor, zeros: Tensor) -> None:
+        """Let this stand in the place of `own`."""
+        total, examples = self._shared(zeros)
+        self.total, self.examples = total + added_up[:-1].view(zeros.shape), examples + added_up[-1]
+        if self.scalar:  # even if this step is skipped, it must not be added up again
+            self._settled = self.total, self.examples
+
+    def _shared(self, zeros: Tensor) -> tuple[Tensor, Tensor | float]:
+        total, examples = self._settled if self.scalar else (None, 0.0)
+        return zeros if total is None else total, examples
+
     def undo(self) -> None:
         """Take back what was added since `settle`."""
         self.total, self.examples = self._settled
@@ -111,7 +131,7 @@ class OutputGradients:
             second = second * self.scale(examples) ** 2
         finite = (second.abs() < math.inf).all()  # or it is an overflow that a GradScaler is about to skip
         if self.scalar:  # at every update: do not wait for the device
-            self._count(second.where(finite, 0.0), finite * examples)
+            self._count(second.where(finite, 0.0), finite.to(second.dtype) * examples)
         elif finite:
             self._count(second, examples)
 

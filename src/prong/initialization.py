@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from prong.distributed.reduction import Reduction
+from prong.distributed.sharding import check_unsharded
+from prong.distributed.workers import Workers, unwrapped
 from prong.estimation import Forward, as_batches, call_model, estimate, gathering, run_batches, undisturbed
 from prong.injection import check_model, fold_, whiten_, whitened_sites
 from prong.layers import Explicit, Site, WhitenedLayer
@@ -39,12 +43,15 @@ def initialize_(
     scheme: Scheme = fan_in_,
     basis: Basis = "pca",
     forward: Forward | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> nn.Module:
     """Draw new weights for every layer in whitened coordinates, in place, and whiten what is whitened.
 
     Layer by layer in order of execution: the inputs' c and U are estimated with the layers before it already
     initialised, V is drawn by `scheme`, d is zero, and W = V U, b = -W c. A plain model stays plain, for any optimizer;
     a whitened one also gets its first whitening. Not function-preserving: it is an initialiser.
+
+    Where `torch.distributed` is initialised, all ranks call this, each with batches of its own; rank 0 draws for all.
 
     Args:
         model: any module; layers that are frozen or could not be whitened keep their weights.
@@ -53,6 +60,7 @@ def initialize_(
         scheme: an in-place initialiser of a weight such as `torch.nn.init.kaiming_normal_`.
         basis: the basis in which V is drawn ("pca", "zca", "cholesky").
         forward: how to run the model on a batch.
+        process_group: the workers that take part; default: all.
 
     Raises:
         ValueError: nothing to whiten, bad eps, batches the model cannot take, fewer than two samples.
@@ -61,18 +69,20 @@ def initialize_(
     check_model(model)
     check_eps(eps)
     check_basis(basis)
+    check_unsharded(model, "whitened initialisation", "call it before fully_shard")
     check_between_updates()
     batches = as_batches(batches)
     batches = list(batches) if iter(batches) is batches else batches  # a generator would be spent after one pass
+    workers, given, model = Workers.of(model, process_group), model, unwrapped(model)
     plain = not whitened_sites(model)
     if plain:
         whiten_(model)
     before = [(p, p.detach().clone()) for p in model.parameters()]
     whitenings = [(site, site.whitening) for _, site in whitened_sites(model).values()]
     try:
-        _initialize_in_order(model, batches, eps, scheme, basis, forward)
+        _initialize_in_order(model, batches, eps, scheme, basis, forward, workers)
         if not plain:
-            _refresh(model, batches, eps, forward)
+            _refresh(model, batches, eps, forward, workers)
     except BaseException:
         with torch.no_grad():
             for parameter, value in before:
@@ -83,7 +93,7 @@ def initialize_(
     finally:
         if plain:
             fold_(model)
-    return model
+    return given
 
 
 def _initialize_in_order(
@@ -93,26 +103,33 @@ def _initialize_in_order(
     scheme: Scheme,
     basis: Basis,
     forward: Forward | None,
+    workers: Workers,
 ) -> None:
     done: set[str] = set()
-    while (found := _next_inputs(model, batches, done, forward)) is not None:
+    while (found := _next_inputs(model, batches, done, forward, workers)) is not None:
         names, moments = found
-        for name in names:
-            layer, site = whitened_sites(model)[name]
-            try:
-                whitening = whiten(moments[name], eps, basis, layer.centred(site))
-            except (ValueError, FloatingPointError) as error:
-                raise type(error)(f"layer {name!r}: {error}") from None
-            _draw(layer, site, whitening.map(lambda x: x.to(layer.pair(site)[0].dtype)), scheme)  # noqa: B023
+        with workers.together():
+            for name in names:
+                layer, site = whitened_sites(model)[name]
+                try:
+                    whitening = whiten(moments[name], eps, basis, layer.centred(site))
+                except (ValueError, FloatingPointError) as error:
+                    raise type(error)(f"layer {name!r}: {error}") from None
+                _draw(layer, site, whitening.map(lambda x: x.to(layer.pair(site)[0].dtype)), scheme)  # noqa: B023
+        pairs = [layer.pair(site) for layer, site in map(whitened_sites(model).__getitem__, names)]
+        workers.broadcast_([p.detach() for pair in pairs for p in pair if p is not None])()
         done.update(names)
     if not done:
         raise ValueError("no layer that can be whitened saw any input; did the model run on the batches?")
 
 
 def _next_inputs(
-    model: nn.Module, batches: Iterable[Any], done: set[str], forward: Forward | None
+    model: nn.Module, batches: Iterable[Any], done: set[str], forward: Forward | None, workers: Workers
 ) -> tuple[list[str], dict[str, Moments]] | None:
-    """The sites of the first layer, in order of execution, that is not done; with its input moments."""
+    """The sites of the first layer, in order of execution, that is not done; with its input moments.
+
+    It is the first layer of the first worker that has any.
+    """
     waiting = {
         name: (layer, site)
         for name, (layer, site) in whitened_sites(model).items()
@@ -133,7 +150,7 @@ def _next_inputs(
         with suppress(_Reached):
             (forward or call_model)(model, batch)
 
-    with undisturbed(model), gathering(model, waiting) as moments:
+    with workers.together(), undisturbed(model), gathering(model, waiting, workers) as moments:
         callers = {id(m.out_proj): m for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
         handles = [
             # Attention computes with its output projection and never calls it.
@@ -141,13 +158,15 @@ def _next_inputs(
             for layer in {id(x): x for x, _ in waiting.values()}.values()
         ]
         try:
-            run_batches(model, batches, None, run)
+            run_batches(model, batches, None, run, workers)
         finally:
             for handle in handles:
                 handle.remove()
-    if not first:
+    mine = [name for name, (layer, _) in waiting.items() if first and layer is first[0]]
+    names = next((theirs for theirs in workers.meet(mine) if theirs), [])
+    if not names:
         return None
-    return [name for name, (layer, _) in waiting.items() if layer is first[0]], moments
+    return names, Reduction({name: moments[name] for name in names}, workers).wait()
 
 
 @torch.no_grad()
@@ -176,10 +195,10 @@ def _draw(layer: WhitenedLayer, site: Site, whitening: Whitening, scheme: Scheme
         layer.set_canonical(values)
 
 
-def _refresh(model: nn.Module, batches: Iterable[Any], eps: float, forward: Forward | None) -> None:
+def _refresh(model: nn.Module, batches: Iterable[Any], eps: float, forward: Forward | None, workers: Workers) -> None:
     sites = whitened_sites(model)
-    moments = estimate(model, batches, None, forward)
-    rewhiten_(sites, moments, eps)
+    moments = estimate(model, batches, None, forward, workers)
+    rewhiten_(sites, moments, eps, workers=workers)
     windows = {id(m): Window(m) for m in moments.values()}  # what sites share, they go on sharing
     for name, (_, site) in sites.items():
         if site.inputs is not None:  # an open window begins with what was seen here

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
+from prong.distributed.sharding import check_unsharded
 from prong.layers import FORMS, Explicit, Site, Switch, WhitenedLayer, trained_name
 from prong.whitening import Basis, check_basis, check_cutoff, check_storage
 
@@ -74,6 +75,8 @@ def whiten_(
     check_storage(storage)
     if form == "explicit" and (cutoff or storage is not None):
         raise ValueError('cutoff and storage are of the implicit form; form="explicit" whitens exactly')
+    if form == "explicit":
+        check_unsharded(model, "the explicit form", 'use form="implicit"')
     if max_positions is not None:
         check_count("max_positions", max_positions, 1)
     chosen = _choose(model, layers)
@@ -105,6 +108,10 @@ def fold_(model: nn.Module) -> nn.Module:
     """
     check_model(model)
     layers = [layer for _, layer in whitened_layers(model)]
+    if any(hasattr(layer, "unshard") for layer in layers):
+        raise ValueError(
+            "whitened layers that were sharded one by one cannot be folded; fold an unsharded copy of the model"
+        )
     owners = {id(layer.owner): layer.owner for layer in layers if layer.owner is not None}.values()
     for owner in owners:
         if not {id(layer) for layer, _ in owner.sites.values()} <= {id(layer) for layer in layers}:

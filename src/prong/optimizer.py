@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
+from prong.distributed.joining import Shadow
+from prong.distributed.sharding import check_unsharded
+from prong.distributed.workers import Workers, unwrapped
 from prong.estimation import Forward
 from prong.gradient_whitening import BALANCE, GradientWhitening, LossScale
 from prong.gradients import GradientSource
@@ -17,7 +22,7 @@ from prong.refresh import OnRefresh, require_whitened
 from prong.schedule import Period, Refresher, Source
 
 
-class PRONG(torch.optim.SGD):
+class PRONG(torch.optim.SGD, Joinable):
     """Projected natural gradient descent (Desjardins et al. 2015).
 
         optimizer = prong.PRONG(model, lr=1e-3)        # instead of torch.optim.SGD(model.parameters(), lr=...)
@@ -31,7 +36,8 @@ class PRONG(torch.optim.SGD):
     forms do `W -= lr wd W, b -= lr wd b`. (They differ if the bias alone is put in a group without decay.)
 
     Args:
-        model: the model to train. If some of its layers are whitened already, those are used and no others.
+        model: the model to train, or a DistributedDataParallel of it. If some of its layers are whitened already, those
+            are used and no others.
         lr: learning rate.
         momentum: heavy-ball momentum; Nesterov's with `nesterov=True`.
         nesterov: see `momentum`.
@@ -56,6 +62,8 @@ class PRONG(torch.optim.SGD):
         maximize: ascend instead.
         foreach: torch's multi-tensor implementation.
         fused: torch's implementation in one pass over memory, the fastest where there is one.
+        process_group: the workers that train the model together; default: DistributedDataParallel's, or all where
+            `torch.distributed` is initialised. See `prong.distributed`.
     """
 
     def __init__(
@@ -83,14 +91,18 @@ class PRONG(torch.optim.SGD):
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         check_model(model)
+        given, workers, model = model, Workers.of(model, process_group), unwrapped(model)
         for name, flag in {"plus": plus, "balance": balance, "nesterov": nesterov}.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} is True or False, got {flag!r}")
         if balance and gradient_whitening is not None:
             raise ValueError("balance is the scalar version of gradient_whitening; choose one of them")
-        self.model = model
+        if balance or gradient_whitening is not None:
+            check_unsharded(model, "whitening of gradients", "leave balance and gradient_whitening off")
+        self.model, self._given = model, given
         whitened = [layer for _, layer in whitened_layers(model)]
         if not whitened:
             whiten_(model, form or ("explicit" if plus else "implicit"), cutoff=cutoff, storage=storage)
@@ -110,11 +122,12 @@ class PRONG(torch.optim.SGD):
                 foreach=foreach,
                 fused=fused,
             )
+            Joinable.__init__(self)
             gradients = None
             if balance or gradient_whitening is not None:
-                gradients = GradientWhitening(require_whitened(model), gradient_whitening or BALANCE, eps)
+                gradients = GradientWhitening(require_whitened(model), gradient_whitening or BALANCE, eps, workers)
             self.refresher = Refresher(
-                model,
+                given,
                 self,
                 eps=eps,
                 period=period,
@@ -125,6 +138,7 @@ class PRONG(torch.optim.SGD):
                 on_refresh=on_refresh,
                 plus=plus,
                 gradients=gradients,
+                process_group=workers.group,
             )
         except BaseException:
             if not whitened:
@@ -135,7 +149,8 @@ class PRONG(torch.optim.SGD):
         """Whitened initialisation from data (`initialize_`), before the first update. Not function-preserving."""
         if self.refresher.updates > 0:
             raise RuntimeError("initialize draws new weights and comes before the first update")
-        initialize_(self.model, batches, self.refresher.eps, scheme=scheme, forward=forward)
+        group = self.refresher.workers.group
+        initialize_(self.model, batches, self.refresher.eps, scheme=scheme, forward=forward, process_group=group)
 
     @property
     def loss_scale(self) -> LossScale:
@@ -178,6 +193,20 @@ class PRONG(torch.optim.SGD):
         self.refresher.check_state_dict(state_dict["prong"])
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "prong"})
         self.refresher.load_state_dict(state_dict["prong"])
+
+    def join_hook(self, **unused: Any) -> JoinHook:
+        """For `torch.distributed.algorithms.Join([model, optimizer])`, where some workers run out of data early."""
+        return Shadow(self, self._given)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where workers talk."""
+        return self.refresher.workers.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The workers."""
+        return self.refresher.workers.group
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("PRONG is bound to its model and cannot be copied or pickled; save its state_dict()")

@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from prong.distributed.reduction import summed
+from prong.distributed.workers import ALONE, Workers
 from prong.layers import Site, WhitenedLayer
+from prong.statistics import MeanSquare
 from prong.transport import diagonal_powers
+from prong.watching import zeros_of
 from prong.whitening import Whitening
 
 DECAY = 0.9  # of the running variance of whitened activations, per update
@@ -17,19 +21,29 @@ DECAY = 0.9  # of the running variance of whitened activations, per update
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def rescale_(sites: Mapping[str, tuple[WhitenedLayer, Site]], optimizer: Optimizer) -> None:
+def rescale_(sites: Mapping[str, tuple[WhitenedLayer, Site]], optimizer: Optimizer, workers: Workers = ALONE) -> None:
     """U <- diag(1/s) U with s the running deviation of x = U (h - c) since the last call; V's columns take s.
 
     s^2 = DECAY + (1 - DECAY) E[x^2]: the running variance was one, as all earlier scales are divided out already.
-    What was measured is checked before anything is changed, which then happens in place: s is at least DECAY^1/2.
+    What was measured by all workers is checked before anything is changed, which then happens in place: s is at least
+    DECAY^1/2.
     """
+    measured: dict[str, tuple[MeanSquare, Tensor]] = {}
+    for name, (layer, site) in sites.items():
+        if site.spread is not None and site.whitening is not None:
+            measured[name] = site.spread, zeros_of(layer, site)
+    squares = summed(measured, workers)
+    own = {name: spread.take() for name, (spread, _) in measured.items()}
     scales: dict[str, Tensor] = {}
-    for name, (_, site) in sites.items():
-        mean_square = None if site.spread is None else site.spread.take()
-        if mean_square is None or site.whitening is None:
+    for name, square in squares.items():
+        mean_square = own[name] if workers.alone else square.take()
+        if mean_square is None:
             continue
         if not torch.isfinite(mean_square).all():
-            raise FloatingPointError(f"layer {name!r}: its whitened inputs contain NaN or infinite values")
+            mine = own[name]
+            error = FloatingPointError(f"layer {name!r}: its whitened inputs contain NaN or infinite values")
+            workers.meet(None, None if mine is None or torch.isfinite(mine).all() else error)
+            raise error
         scales[name] = (DECAY + (1 - DECAY) * mean_square).sqrt()
     for name, s in scales.items():
         layer, site = sites[name]

@@ -10,14 +10,21 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from prong.background import Background
 from prong.checkpoint import check_site_state, restore_site, site_state
 from prong.compatibility import check_optimizer
-from prong.drift import EVERY, TOLERANCE, Drift
+from prong.distributed.consent import Consent
+from prong.distributed.reduction import Reduction
+from prong.distributed.sharding import reshard_
+from prong.distributed.sharing import Share, collect, compute
+from prong.distributed.workers import Workers, unwrapped
 from prong.estimation import as_batches, estimate
+from prong.factorisation import requests_of
 from prong.gradient_whitening import GradientWhitening
+from prong.hooks import before_step
 from prong.injection import check_count, check_model
 from prong.layers import Explicit, WhitenedLayer
 from prong.plus import rescale_
@@ -26,13 +33,12 @@ from prong.refresh import (
     OnRefresh,
     assign_,
     check_between_updates,
-    factorise,
-    requests_of,
     require_whitened,
     whitenings_of,
 )
-from prong.statistics import MeanSquare, Moments
+from prong.statistics import MeanSquare
 from prong.transport import transports_of, warn_unknown
+from prong.watching import Watch
 from prong.whitening import Whitening, check_eps
 from prong.windows import Windows
 
@@ -48,14 +54,16 @@ class Refresher:
     SGD (or `PRONG`, which brings its own refresher); with the explicit form it can be any, and its state is carried
     into the new coordinates.
 
+    Where `torch.distributed` is initialised, all ranks make one, and refresh together (`prong.distributed`).
+
     Args:
-        model: a model with whitened layers (`whiten_`).
+        model: a model with whitened layers (`whiten_`), or a DistributedDataParallel of one.
         optimizer: the optimizer that trains it.
         eps: damping.
         period: updates between refreshes, the paper's T; or "auto": a layer is refreshed when its inputs have drifted
             (`prong.drift`), each on its own, once the first refreshes have been made.
         samples: examples per refresh, the paper's N_s. Rows count for linear layers and attention (tokens), images
-            for convolutions.
+            for convolutions. Of several workers, those of all together.
         source: "window": the forwards in training mode just before a refresh (where refreshes are closer than a window
             is long, older ones fade); "ema": all forwards, forgotten at a rate that leaves `samples`; or an iterable of
             batches (a loader) to run the model on, as the paper does.
@@ -65,6 +73,7 @@ class Refresher:
         on_refresh: "transport" the optimizer's momentum exactly, or "reset" it, as the paper did.
         plus: PRONG+: after each update, rescale by the standard deviation of the whitened activations.
         gradients: whitening of gradients, if wanted.
+        process_group: the workers that train the model; default: DistributedDataParallel's, or all.
     """
 
     def __init__(
@@ -81,8 +90,10 @@ class Refresher:
         on_refresh: OnRefresh = "transport",
         plus: bool = False,
         gradients: GradientWhitening | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         check_model(model)
+        given, self.workers, model = model, Workers.of(model, process_group), unwrapped(model)
         check_eps(eps)
         if period != "auto":
             if isinstance(period, str):
@@ -111,9 +122,10 @@ class Refresher:
         self.source, self.lag, self.on_refresh, self.plus = source, lag, on_refresh, plus
         self.gradients = gradients
         self.updates = 0
-        self.windows = Windows(model, self.sites, self)
-        self._drifted: set[str] = set()
-        self._pending: Background[dict[str, Whitening]] = Background()
+        self.windows = Windows(model, self.sites, self, self.workers)
+        self._watch = Watch(self.sites, self.workers)
+        self._pending: Background[Share] = Background()
+        self._consent = Consent(self.workers, given, optimizer, lambda: self.windows.gathering, self.undo)
         if transports_of(optimizer) is None and on_refresh == "transport":
             warn_unknown(optimizer)
         if not isinstance(source, str):
@@ -122,7 +134,10 @@ class Refresher:
         for layer, site in self.sites.values():
             layer.owner = self
             site.spread = MeanSquare() if plus else None
-        self._handle = optimizer.register_step_post_hook(self._after_step)
+            site.errors = self._consent.errors
+        self._handles = [optimizer.register_step_post_hook(self._after_step)]
+        if not self.workers.alone:
+            self._handles.append(before_step(optimizer, self._consent.ask))
         if gradients is not None:
             gradients.attach(model, optimizer)
         if isinstance(source, str):
@@ -138,10 +153,12 @@ class Refresher:
             self._refresh_from_windows(list(self.sites), lag=0)
             self._open_windows()
         else:
-            self._change(whitenings_of(self.sites, estimate(self.model, source, self.samples), self.eps))
+            moments = estimate(self.model, source, self.samples, None, self.workers)
+            self._change(whitenings_of(self.sites, moments, self.eps, self.workers))
 
     def _note_fixed_biases(self) -> None:
         """A bias that the optimizer does not hold is as good as frozen."""
+        reshard_(self.model)
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for layer, site in self.sites.values():
             site.fixed_bias = id(layer.pair(site)[1]) not in held
@@ -156,11 +173,12 @@ class Refresher:
 
     def detach(self) -> None:
         """Stop refreshing: forget windows and the optimizer. The whitening stays as it is."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         if self.gradients is not None:
             self.gradients.detach()
         for layer, site in self.sites.values():
-            site.inputs = site.spread = site.outputs = site.drift = site.gain = None
+            site.inputs = site.spread = site.outputs = site.drift = site.gain = site.errors = None
             site.fixed_bias = False
             layer.owner = None
         self.windows.watch_forwards()
@@ -190,18 +208,36 @@ class Refresher:
             site.whitening = None
         self.detach()
 
+    def synchronize(self) -> None:
+        """Make the state the same on all workers; all of them call this.
+
+        Then what one worker saves, all can load, and so can any other number of workers. What the next refresh will
+        find stays the same: each holds an equal part of the statistics that all have gathered.
+        """
+        if self.workers.alone:
+            return
+        self.windows.share()
+        if self.gradients is not None:
+            self.gradients.share()
+        self._watch.share()
+        held, due = self._pending.peek(), self._pending.due
+        if held is not None and due is not None:
+            self._pending.drop()
+            self._pending.put(Share(collect(held, self.workers)), due)
+
     def state_dict(self) -> dict[str, Any]:
-        """Whitening, windows and counters, by the names of the layers; tensors, numbers and strings only."""
+        """Whitening, windows and counters, by the names of the layers; tensors, numbers and strings only.
+
+        Of several workers, each has windows of its own, until `synchronize`.
+        """
         state = {
             "kind": self._kind(),
+            "workers": self.workers.size,
             "updates": self.updates,
             "settings": {name: getattr(self, name) for name in SETTINGS},
             "layers": {name: site_state(layer, site) for name, (layer, site) in self.sites.items()},
             "windows": self.windows.state_dict(),
-            "drifted": sorted(self._drifted),
-            "drift": {
-                name: site.drift.state_dict() for name, (_, site) in self.sites.items() if site.drift is not None
-            },
+            **self._watch.state_dict(),
             "pending": self._pending_state(),
         }
         return state if self.gradients is None else {**state, "gradients": self.gradients.state_dict()}
@@ -215,21 +251,18 @@ class Refresher:
         self.check_state_dict(state)
         for name, (layer, site) in self.sites.items():
             restore_site(layer, site, state["layers"][name])
+        weight = state.get("workers", 1) / self.workers.size
+        self.windows.scale(weight)
         self.updates = int(state["updates"])
         vars(self).update(state["settings"])
         self.windows.load_state_dict(state["windows"])
-        self._drifted = set(state["drifted"])
-        for name, (layer, site) in self.sites.items():
-            drift, device = state["drift"].get(name), layer.pair(site)[0].device
-            site.drift = None if drift is None else Drift()
-            if site.drift is not None:
-                site.drift.load_state_dict(drift, device)
+        self._watch.load_state_dict(state)
         self._pending.drop()
         if state["pending"] is not None:
             held = {name: Whitening(**w) for name, w in state["pending"]["whitenings"].items()}
-            self._pending.put(held, int(state["pending"]["due"]))
+            self._pending.put(Share(held), int(state["pending"]["due"]))
         if self.gradients is not None:
-            self.gradients.load_state_dict(state["gradients"])
+            self.gradients.load_state_dict(state["gradients"], weight)
 
     def _kind(self) -> dict[str, Any]:
         """What a state must agree on."""
@@ -239,7 +272,12 @@ class Refresher:
         held = self._pending.peek()
         if held is None:
             return None
-        return {"due": self._pending.due, "whitenings": {name: dict(w.items()) for name, w in held.items()}}
+        if not held.complete:
+            raise RuntimeError(
+                "a refresh with a lag is under way, of which every worker has a part; "
+                "call refresher.synchronize() on all of them before state_dict()"
+            )
+        return {"due": self._pending.due, "whitenings": {name: dict(w.items()) for name, w in held.whitenings.items()}}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Refuse a state that is not of this model and kind of training, or a model that was folded since."""
@@ -262,6 +300,13 @@ class Refresher:
         for name, (layer, site) in self.sites.items():
             check_site_state(name, layer, site, state["layers"][name])
 
+    def shadow(self) -> None:
+        """Take part in an update for which this worker has no data; it makes no step of its own."""
+        self._consent.ask()
+        if self.gradients is not None:
+            self.gradients.add_up()
+        self._after_step()
+
     def _after_step(self, *unused: Any) -> None:
         if self.gradients is not None:
             self.gradients.restore()
@@ -273,14 +318,15 @@ class Refresher:
             self.gradients.settle()
         scheduled = self.next_refresh() == self.updates + 1
         self.updates += 1
-        self._note_drift()
+        if self.period == "auto":
+            self._watch.note(self.updates)
         if self._pending.due is not None and self.updates >= self._pending.due:
-            self._change(self._pending.take())
+            self._change(collect(self._pending.take(), self.workers))
         due = self._due(scheduled)
         if due:
             self._refresh(due)
         if self.plus:
-            rescale_(self.sites, self.optimizer)  # which does nothing to sites in new coordinates
+            rescale_(self.sites, self.optimizer, self.workers)  # which does nothing to sites in new coordinates
         if isinstance(self.source, str):
             self._open_windows()
 
@@ -291,9 +337,9 @@ class Refresher:
             return list(self.sites) if scheduled else []
         due = []
         for name in self.sites:
-            full = not windows or self.windows.full(name, self.samples)
+            full = not windows or self.windows.full(name, self.samples, self.updates)
             first = windows and self.updates <= self._first_updates(name)
-            if scheduled if first else name in self._drifted and full:
+            if scheduled if first else name in self._watch.drifted and full:
                 due.append(name)
         return due
 
@@ -302,31 +348,21 @@ class Refresher:
         window = self.windows.updates(name, self.samples)
         return sys.maxsize if window is None else 1 << (window - 1).bit_length()
 
-    def _note_drift(self) -> None:
-        """See which layers have drifted, and let them listen when the next measurement is due."""
-        if self.period != "auto":
-            return
-        for name, (_, site) in self.sites.items():
-            if site.drift is None:
-                continue
-            if site.drift.listening and site.drift.value() > TOLERANCE:
-                self._drifted.add(name)
-            site.drift.listening = (self.updates + 1) % EVERY == 0 and name not in self._drifted
-
     def _refresh(self, names: list[str]) -> None:
         """Refresh these sites, at once or with the lag."""
         self._note_fixed_biases()
         if self._pending.due is not None:  # refreshes closer than the lag
-            self._change(self._pending.take())
+            self._change(collect(self._pending.take(), self.workers))
         if isinstance(self.source, str):
             self._refresh_from_windows(names, self.lag)
             return
-        moments = estimate(self.model, self.source, self.samples)
-        self._whiten({name: moments[name] for name in names}, self.lag)
+        moments = estimate(self.model, self.source, self.samples, None, self.workers)
+        self._whiten(Reduction({name: moments[name] for name in names}, self.workers), names, self.lag)
 
     def _refresh_from_windows(self, names: list[str], lag: int) -> None:
         """Refresh those of these sites that saw enough; the windows of the others stay open."""
-        ready = {name: moments for name, moments in self.windows.moments(names).items() if moments.count >= 2}
+        reduction = self.windows.reduced(names)
+        ready = [name for name, moments in reduction.moments.items() if moments.count >= 2]
         if not ready:
             warnings.warn(
                 "no whitened layer saw two samples before a refresh was due; whitening stays as it is. "
@@ -334,41 +370,41 @@ class Refresher:
                 stacklevel=3,
             )
             return
-        if lag > 0:  # windows may go on with theirs
-            copies = {id(m): m.to(m.mean) for m in ready.values()}
-            ready = {name: copies[id(m)] for name, m in ready.items()}
-        self._whiten(ready, lag)
-        self._drifted -= set(ready)
-        self._close_windows(ready)
+        if lag > 0 and self.workers.alone:  # windows may go on with theirs
+            reduction.detach()
+        self._whiten(reduction, ready, lag)
+        self._watch.drifted -= set(ready)
+        self._close_windows({name: reduction.examples[name] for name in ready})
 
-    def _whiten(self, moments: dict[str, Moments], lag: int) -> None:
-        requests = requests_of(self.sites, moments, self.eps)
+    def _whiten(self, reduction: Reduction, names: list[str], lag: int) -> None:
+        """Give these sites the whitenings of all workers' moments, now or later."""
+        requests = requests_of(self.sites, {name: reduction.moments[name] for name in names}, self.eps)
+        share = partial(compute, requests, self.eps, reduction, self.workers)
         if lag == 0:
-            self._change(factorise(requests, self.eps))
+            self._change(collect(share(), self.workers))
         else:
-            self._pending.start(partial(factorise, requests, self.eps), self.updates + lag)
+            self._pending.start(share, self.updates + lag)
 
     def _change(self, new: dict[str, Whitening]) -> None:
         """Go over to new coordinates."""
         whitenings = {name: (*self.sites[name], whitening) for name, whitening in new.items()}
-        assign_(whitenings, self.optimizer, self.on_refresh)
-        for name in new:
-            self.sites[name][1].drift = Drift() if self.period == "auto" else None
-            self._drifted.discard(name)
+        assign_(whitenings, self.optimizer, self.on_refresh, workers=self.workers)
+        if self.period == "auto":
+            for name in new:
+                self._watch.begin(name)
         for _, site in self.sites.values():
             if site.spread is not None:
                 site.spread.take()  # measured in the old coordinates
 
-    def _close_windows(self, names: Iterable[str]) -> None:
+    def _close_windows(self, examples: dict[str, float]) -> None:
         """Begin the next windows: empty, or with what is still recent where the next one overlaps this one."""
-        self.windows.measure(names, self.updates)
-        for name in names:
-            if self.gradients is not None:
-                self.gradients.close(name)
+        self.windows.measure(examples, self.updates)
+        if self.gradients is not None:
+            self.gradients.close(examples)
+        for name in examples:
             if self.source == "window" and not self._window_is_due(name):
                 self.windows.close(name)
-            else:
-                self.windows.fade(name, self.samples)
+        self.windows.fade(examples, self.samples)
 
     def _window_is_due(self, name: str) -> bool:
         """Whether a window of `samples` examples that ends at the next refresh has begun."""
@@ -376,7 +412,7 @@ class Refresher:
         if window is None:
             return True
         if self.period == "auto" and self.updates >= self._first_updates(name):
-            return name in self._drifted
+            return name in self._watch.drifted
         coming = self.next_refresh()
         assert coming is not None
         return window >= coming - self.updates
@@ -389,8 +425,8 @@ class Refresher:
                 self.windows.open(name, self.updates)
             if site.inputs is not None and self.gradients is not None:
                 self.gradients.open(name)
-            if self.source == "ema":
-                self.windows.fade(name, self.samples)
+        if self.source == "ema":
+            self.windows.fade_after_update(self.samples)
         self.windows.watch_forwards()
 
 

@@ -86,7 +86,7 @@ class Moments:
 
     @torch.no_grad()
     def decay(self, weight: float) -> None:
-        """Let everything seen so far count `weight` times as much (0 <= weight <= 1)."""
+        """Let everything seen so far count `weight` times as much (weight >= 0)."""
         self.count *= weight
         if self._dense is not None:
             self._dense.scale(weight)
@@ -268,10 +268,16 @@ class Window:
         self.examples += self._fresh_examples
         self.undo()
 
-    def forget(self, samples: float) -> None:
-        """Let older samples fade as new ones come, so that about `samples` examples count."""
-        self._settled.decay(max(0.0, 1 - self.examples / samples))
+    def forget(self, fraction: float) -> None:
+        """Let older samples fade as new ones come, which make up this fraction of those that are to count."""
+        self._settled.decay(max(0.0, 1 - fraction))
         self.examples = 0.0
+
+    def scale(self, weight: float) -> None:
+        """Let everything seen count `weight` times as much, the number of examples too."""
+        self.settle()
+        self._settled.decay(weight)
+        self.examples *= weight
 
     @property
     def moments(self) -> Moments:

@@ -9,22 +9,27 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from prong.distributed.reduction import Reduction
+from prong.distributed.workers import Workers
 from prong.failures import OnFailure
 from prong.layers import Site, WhitenedLayer
 from prong.layers.base import Owner
-from prong.statistics import Moments
+from prong.statistics import Window
 
 
 class Windows:
     """The windows of a model's sites, and how fast they fill.
 
     While any is open, failures of whole forwards are noticed and reported to the owner; else the model has no hook.
+    Each of several workers has windows of its own, which all open and close at the same updates.
     """
 
-    def __init__(self, model: nn.Module, sites: Mapping[str, tuple[WhitenedLayer, Site]], owner: Owner) -> None:
-        self._model, self._sites, self._owner = model, sites, owner
+    def __init__(
+        self, model: nn.Module, sites: Mapping[str, tuple[WhitenedLayer, Site]], owner: Owner, workers: Workers
+    ) -> None:
+        self._model, self._sites, self._owner, self._workers = model, sites, owner, workers
         self._start = dict.fromkeys(sites, 0)
-        self._rates: dict[str, float] = {}  # examples per update, learnt from the last window
+        self._rates: dict[str, float] = {}  # examples per update of all workers, learnt from the last window
         self._hook: RemovableHandle | None = None
 
     def updates(self, name: str, samples: int) -> int | None:
@@ -39,28 +44,63 @@ class Windows:
             site.inputs = site.new_window(layer.pair(site)[0])
             self._start[name] = now
 
-    def full(self, name: str, samples: int) -> bool:
-        """Whether a window holds so many examples."""
+    @property
+    def gathering(self) -> bool:
+        """Whether any is open."""
+        return any(site.inputs is not None for _, site in self._sites.values())
+
+    def full(self, name: str, samples: int, now: int) -> bool:
+        """Whether a window holds so many examples; of several workers, by what it is known to gain per update."""
         inputs = self._sites[name][1].inputs
-        return inputs is not None and inputs.examples >= samples
+        if inputs is None or self._workers.alone:
+            return inputs is not None and inputs.examples >= samples
+        updates = self.updates(name, samples)
+        return updates is not None and now - self._start[name] >= updates
 
-    def moments(self, names: Iterable[str]) -> dict[str, Moments]:
-        """What the open ones hold."""
-        return {name: inputs.moments for name in names if (inputs := self._sites[name][1].inputs) is not None}
+    def reduced(self, names: Iterable[str]) -> Reduction:
+        """What the open ones of all workers hold, on its way."""
+        windows = {name: inputs for name in names if (inputs := self._sites[name][1].inputs) is not None}
+        moments = {name: inputs.moments for name, inputs in windows.items()}
+        return Reduction(moments, self._workers, {name: inputs.examples for name, inputs in windows.items()})
 
-    def measure(self, names: Iterable[str], now: int) -> None:
-        """Learn how fast these fill; the next ones begin now."""
-        for name in names:
-            inputs, length = self._sites[name][1].inputs, now - self._start[name]
-            if length > 0 and inputs is not None and inputs.examples > 0:
-                self._rates[name] = inputs.examples / length
+    def measure(self, examples: Mapping[str, float], now: int) -> None:
+        """Learn how fast these fill, from how many examples they hold; the next ones begin now."""
+        for name, seen in examples.items():
+            length = now - self._start[name]
+            if length > 0 and seen > 0:
+                self._rates[name] = seen / length
             self._start[name] = now
 
-    def fade(self, name: str, samples: int) -> None:
-        """Let what is older than so many examples count less."""
-        inputs = self._sites[name][1].inputs
-        if inputs is not None:
-            inputs.forget(samples)
+    def fade(self, examples: Mapping[str, float], samples: int) -> None:
+        """Let what is older than `samples` examples count less, given how many all workers have seen of late."""
+        faded: set[int] = set()
+        for name, seen in examples.items():
+            inputs = self._sites[name][1].inputs
+            if inputs is not None and id(inputs) not in faded:  # sites may share theirs
+                inputs.forget(seen / samples)
+                faded.add(id(inputs))
+
+    def fade_after_update(self, samples: int) -> None:
+        """The same for all of them, at every update."""
+        own = {name: inputs.examples for name, (_, site) in self._sites.items() if (inputs := site.inputs) is not None}
+        self.fade(self._workers.total(own), samples)
+
+    def scale(self, weight: float) -> None:
+        """Let everything they hold count so many times, as when it was saved by another number of workers."""
+        if weight != 1:
+            for window in {id(site.inputs): site.inputs for _, site in self._sites.values()}.values():
+                if window is not None:
+                    window.scale(weight)
+
+    def share(self) -> None:
+        """Give every worker the same part of what the windows of all hold, so that any of them can be saved for all."""
+        reduction = self.reduced(self._sites)
+        parts: dict[int, Window] = {}
+        for name, moments in reduction.wait().items():
+            if id(moments) not in parts:  # what sites share, they go on sharing
+                parts[id(moments)] = Window(moments, reduction.examples[name])
+                parts[id(moments)].scale(1 / self._workers.size)
+            self._sites[name][1].inputs = parts[id(moments)]
 
     def close(self, name: str) -> None:
         """Forget all of it."""
@@ -80,10 +120,9 @@ class Windows:
 
     def watch_forwards(self) -> None:
         """Begin or cease to notice failures, as windows are open or not."""
-        gathering = any(site.inputs is not None for _, site in self._sites.values())
-        if gathering and self._hook is None:
+        if self.gathering and self._hook is None:
             self._hook = self._model.register_forward_hook(OnFailure(self._owner), always_call=True)
-        elif not gathering and self._hook is not None:
+        elif not self.gathering and self._hook is not None:
             self._hook.remove()
             self._hook = None
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from prong.factorisation import factorise
 from prong.lab.contestants import Problem
 from prong.lab.methods import Schedule
 from prong.lab.racing import clock
 from prong.lab.racing.clock import BLOCK, Pace, paces
-from prong.refresh import factorise
 from tests.lab.tiny import tiny_autoencoder
 
 
@@ -61,7 +61,7 @@ def test_methods_take_turns_and_a_counted_block_holds_one_refresh(
 
         return block
 
-    monkeypatch.setattr("prong.schedule.factorise", count_refresh)
+    monkeypatch.setattr("prong.distributed.sharing.factorise", count_refresh)
     monkeypatch.setattr(clock._Lap, "train", watched(clock._Lap.train))
     paces(["PRONG", "SGD"], problem, batch=16, repetitions=2)
     first, *counted = blocks[::2]

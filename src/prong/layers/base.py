@@ -32,6 +32,7 @@ class Owner(Protocol):
 
     optimizer: Optimizer
     on_refresh: Any
+    workers: Any
     sites: dict[str, tuple[WhitenedLayer, Site]]
 
     def release(self) -> None:
@@ -69,6 +70,8 @@ class Site:
         fixed_bias: whether the optimizer does not hold the bias, so that nothing can absorb a mean.
         label: the full name, for messages.
         training_only: whether forwards in eval mode are left out of the statistics.
+        errors: where inputs that cannot be added are told, if not at once: a worker that stops in the middle of a
+            forward keeps the others waiting.
     """
 
     weight: str
@@ -86,6 +89,7 @@ class Site:
     fixed_bias: bool = False
     label: str = ""
     training_only: bool = True
+    errors: list[FloatingPointError] | None = None
 
     def new_window(self, like: Tensor) -> Window:
         """Empty statistics of this site's inputs."""
@@ -200,10 +204,13 @@ class WhitenedLayer(nn.Module):
                     site.inputs.add(*inputs)
                 except FloatingPointError as error:
                     self._undo()
-                    raise FloatingPointError(
+                    told = FloatingPointError(
                         f"layer {site.label!r}, while its statistics were gathered: {error}. "
                         "Statistics are as they were after the last update; look at the data and the learning rate."
-                    ) from None
+                    )
+                    if site.errors is None:
+                        raise told from None
+                    site.errors.append(told)
             if site.spread is not None and site.whitening is not None:
                 site.spread.add(*_whitened_squares(inputs.rows, inputs.zeros, site.whitening))
             if site.drift is not None and site.drift.listening and site.whitening is not None:
@@ -228,7 +235,7 @@ class WhitenedLayer(nn.Module):
     def stored(self, site: Site, whitening: Whitening) -> Whitening:
         """A whitening in the precision of the site's weight; a P that is stored in another stays so."""
         weight, _ = self.pair(site)
-        kept = whitening.map(lambda x: x.to(weight))
+        kept = whitening.map(lambda x: x.to(weight.device, weight.dtype))  # the weight may be sharded
         if self.storage is None or whitening.P is None or whitening.P.dtype != self.storage:
             return kept
         return replace(kept, P=whitening.P.to(weight.device))
@@ -245,7 +252,7 @@ class WhitenedLayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy trains on its own: open windows and the optimizer stay with the original.
-        bare = {"inputs": None, "spread": None, "outputs": None, "drift": None, "gain": None}
+        bare = dict.fromkeys(("inputs", "spread", "outputs", "drift", "gain", "errors"))
         sites = tuple(Site(**{**vars(site), **bare}) for site in self.sites)
         return {**self.__dict__, "sites": sites, "switch": Switch(), "owner": None}
 

@@ -1,0 +1,51 @@
+"""What a worker that has run out of data does while the others go on (`torch.distributed.algorithms.Join`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.algorithms.join import JoinHook
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from prong.optimizer import PRONG
+
+
+class Shadow(JoinHook):
+    """Takes part in every exchange of the others' updates with nothing of its own, and ends with their momentum.
+
+    Args:
+        optimizer: the optimizer.
+        model: what it was given as its model.
+
+    Raises:
+        ValueError: an optimizer whose updates cannot be followed from afar.
+    """
+
+    def __init__(self, optimizer: PRONG, model: torch.nn.Module) -> None:
+        if not isinstance(model, DistributedDataParallel):
+            raise ValueError("to join, PRONG must know its DistributedDataParallel: give it that, not the model inside")
+        if any(layer.form == "explicit" for layer, _ in optimizer.refresher.sites.values()):
+            raise ValueError(
+                'uneven inputs need form="implicit": reprojections read weights that have stopped changing'
+            )
+        self._optimizer, self._model = optimizer, model
+
+    def main_hook(self) -> None:
+        """An update of the others."""
+        if self._model.require_forward_param_sync:  # else they accumulate gradients, and no step follows
+            self._optimizer.refresher.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Everyone is done: take momentum from one that was there until the end, as the model takes its parameters."""
+        workers = self._optimizer.refresher.workers
+        source = max(rank for rank, last in enumerate(workers.meet(is_last_joiner)) if last)
+        momenta = []
+        for group in self._optimizer.param_groups:
+            for p in group["params"] if group["momentum"] else []:
+                state = self._optimizer.state[p]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                momenta.append(state["momentum_buffer"])
+        workers.broadcast_(momenta, source)()

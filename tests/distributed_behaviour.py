@@ -1,0 +1,300 @@
+"""What several workers do that one cannot: refuse together, and say who is to blame. Run by `distributed_worker`.
+
+Each function raises if something is wrong, on any rank, and returns what its ranks must have in common.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import prong
+from prong.distributed import Workers
+from tests.distributed_scenarios import SIZE, Place, updates
+from tests.training import batches, canonical, mlp, run
+
+OPTIONS = {"eps": 0.1, "period": 8, "samples": 64}
+
+
+def message(kind: type[Exception], what: Callable[[], Any]) -> str:
+    """What it says when it refuses, as it must."""
+    try:
+        what()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"expected {kind.__name__}")
+
+
+def whitenings(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        f"{name}.{key}": x.clone()
+        for name, module in model.named_modules()
+        for site in getattr(module, "sites", ())
+        if site.whitening is not None
+        for key, x in site.whitening.items()
+        if isinstance(x, Tensor)
+    }
+
+
+def unchanged(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def ddp(**options: Any) -> tuple[nn.Module, nn.Module, prong.PRONG]:
+    model = mlp()
+    whole = DistributedDataParallel(model)
+    return model, whole, prong.PRONG(whole, 0.02, **{**OPTIONS, **options})
+
+
+def nan_on_one_rank(place: Place) -> str:
+    """All refuse the update in which one rank's data are NaN; the rest of training is as if it had not been there."""
+    model, whole, optimizer = ddp()
+    data = batches(model, 12, SIZE)
+    updates(whole, optimizer, data[:6], place)
+    before, white = canonical(model), whitenings(model)
+    x, y = data[6][0].clone(), data[6][1]
+    x[-1] = torch.nan  # of the last rank
+    said = message(FloatingPointError, lambda: updates(whole, optimizer, [(x, y)], place))
+    assert re.search(rf"rank {place.size - 1}: layer '0'.*NaN", said), said
+    assert not re.search(r"rank 0", said), said
+    unchanged(before, canonical(model))
+    unchanged(white, whitenings(model))
+    assert optimizer.refresher.updates == 6
+    updates(whole, optimizer, data[7:], place)
+
+    other, other_whole, other_optimizer = ddp()
+    updates(other_whole, other_optimizer, data[:6] + data[7:], place)
+    unchanged(canonical(other), canonical(model))
+    return said
+
+
+def nan_in_a_loader(place: Place) -> str:
+    """A refresh from a loader is refused by all; the last good whitening stays."""
+    model, _, optimizer = ddp()
+    good = [x for x, _ in batches(model, 3, SIZE)]
+    optimizer.refresher.refresh(good)
+    white = whitenings(model)
+    bad = [x * (torch.nan if place.rank == place.size - 1 else 1) for x in good]
+    said = message(FloatingPointError, lambda: optimizer.refresher.refresh(bad))
+    assert said.startswith(f"on rank {place.size - 1}: layer '0'"), said
+    also = message(FloatingPointError, lambda: prong.initialize_(model, bad))
+    assert also.startswith(f"on rank {place.size - 1}: layer '0'"), also
+    unchanged(white, whitenings(model))
+    return said
+
+
+def nan_under_plus(place: Place) -> str:
+    """Rescaling after an update is refused by all, too: here no window is open that would have noticed before."""
+    model, whole, optimizer = ddp(plus=True, early=False, period=20, samples=16)
+    data = batches(model, 22, SIZE)
+    updates(whole, optimizer, data[:20], place)
+    x = data[21][0].clone()
+    x[-1] = torch.nan
+    said = message(FloatingPointError, lambda: updates(whole, optimizer, [(x, data[21][1])], place))
+    assert said.startswith(f"on rank {place.size - 1}: layer '0'"), said
+    return said
+
+
+def broken_loader(place: Place) -> str:
+    """What one rank raises while statistics are gathered, all raise: nobody waits for it."""
+    model, _, optimizer = ddp()
+    good = [x for x, _ in batches(model, 3, SIZE)]
+
+    def batches_of_this_rank() -> Any:
+        yield good[0][:4]
+        if place.rank == place.size - 1:
+            raise OSError("the disk is gone")
+        yield good[1]
+
+    said = message(RuntimeError, lambda: optimizer.refresher.refresh(batches_of_this_rank()))
+    assert f"rank {place.size - 1}: the disk is gone" in said, said
+    assert not whitenings(model)
+    return said
+
+
+def too_large_together(place: Place) -> str:
+    """Each rank's squares are finite, their sum is not: only the owner of the factorisation sees it, and all refuse."""
+    torch.manual_seed(0)
+    model = prong.whiten_(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))
+    prong.refresh_(model, torch.randn(8, 3))
+    white = whitenings(model)
+    huge = 1e19 * torch.tensor([[1.0, 0, 0], [-1.0, 0, 0]])
+    said = message(FloatingPointError, lambda: prong.refresh_(model, huge))
+    assert "layer '0'" in said and "too large" in said, said
+    unchanged(white, whitenings(model))
+    return said
+
+
+def nobody_saw_anything(place: Place) -> str:
+    """The warning of one process is the warning of all, and the refresh after the next update works."""
+    model, whole, optimizer = ddp(early=False, period=2)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+        optimizer.step()
+    (said,) = {str(w.message) for w in caught}
+    updates(whole, optimizer, batches(model, 4, SIZE), place)
+    assert whitenings(model)
+    return said
+
+
+def states_agree(place: Place) -> dict[str, Any]:
+    """Inside a window ranks differ; `synchronize` makes them the same, whatever is being gathered."""
+    states = {}
+    for name, options in {
+        "window": {},
+        "ema": {"source": "ema"},
+        "balance": {"balance": True},
+        "auto": {"period": "auto"},
+        "empirical": {"gradient_whitening": "empirical"},
+        "lag": {"lag": 3},
+    }.items():
+        model, whole, optimizer = ddp(**options)
+        updates(whole, optimizer, batches(model, 18, SIZE), place)
+        if name == "lag":
+            said = message(RuntimeError, optimizer.state_dict)
+            assert "synchronize" in said, said
+        optimizer.refresher.synchronize()
+        states[name] = optimizer.state_dict()
+    return states
+
+
+def rank_zeros_own_state_is_sound(place: Place) -> dict[str, Tensor]:
+    """Saved by rank 0 without asking the others, a state is loaded by all, and they stay together."""
+    model, whole, optimizer = ddp()
+    data = batches(model, 20, SIZE)
+    updates(whole, optimizer, data[:13], place)
+    saved = [[model.state_dict(), optimizer.state_dict()] if place.rank == 0 else None]
+    dist.broadcast_object_list(saved)
+    assert saved[0] is not None
+    other, other_whole, other_optimizer = ddp()
+    other.load_state_dict(saved[0][0])
+    other_optimizer.load_state_dict(saved[0][1])
+    updates(other_whole, other_optimizer, data[13:], place)
+    return {**canonical(other), **whitenings(other)}
+
+
+def whitenings_are_the_same_bits(place: Place) -> dict[str, Tensor]:
+    """Also of layers that are factorised in threads of another number, and of those that share their statistics."""
+    torch.set_num_threads(1 + place.rank % 2)
+    found = {}
+    for form in ("implicit", "explicit"):
+        torch.manual_seed(0)
+        model = prong.whiten_(
+            nn.ModuleDict({"wide": nn.Linear(150, 3), "attention": nn.MultiheadAttention(12, 2, batch_first=True)}),
+            form,
+        )
+        torch.manual_seed(place.rank)
+        wide, tokens = torch.randn(400, 150), torch.randn(30, 5, 12)
+
+        def forward(model: Any, batch: Any, wide: Tensor = wide, tokens: Tensor = tokens) -> None:
+            model["wide"](wide)
+            model["attention"](tokens, tokens, tokens)
+
+        prong.refresh_(model, [wide], forward=forward)
+        sites = model["attention"].sites
+        assert all(site.whitening is sites[0].whitening for site in sites)
+        found |= {f"{form}.{name}": x for name, x in whitenings(model).items()}
+        found |= {f"{form}.{name}": x for name, x in canonical(model).items()}
+    torch.set_num_threads(1)
+    return found
+
+
+def factorisations_are_shared_out(place: Place) -> list[int]:
+    """With as many equal layers as there are ranks, each factorises one."""
+    from prong.distributed.sharing import owners
+
+    assert sorted(owners(dict.fromkeys(range(place.size), 1.0), place.size).values()) == list(range(place.size))
+    return list(owners({"a": 8.0, "b": 5.0, "c": 4.0, "d": 3.0}, 2).values())
+
+
+def one_large_exchange_per_refresh(place: Place) -> list[int]:
+    """Triangles, packed, go in one all-reduce; all else that is added up is as small as the means are."""
+    model = prong.whiten_(nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 2)))
+    sizes: list[int] = []
+    original = dist.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        prong.refresh_(model, torch.randn(64, 40))
+    finally:
+        dist.all_reduce = original
+    assert sizes == [40 + 30 + 20, (40 * 41 + 30 * 31 + 20 * 21) // 2], sizes
+    return sizes
+
+
+def refusals(place: Place) -> list[str]:
+    """What cannot work says so before training, and changes nothing."""
+    said = []
+    model = fully_shard(mlp())
+    for options in ({"form": "explicit"}, {"plus": True}, {"balance": True}, {"gradient_whitening": "empirical"}):
+        said.append(message(ValueError, lambda options=options: prong.PRONG(model, 0.1, **options)))
+        assert "sharded" in said[-1] and type(model[0]) is nn.Linear, said
+    said.append(message(ValueError, lambda: prong.initialize_(model, torch.randn(4, 6).double())))
+    outside = dist.new_group([0])
+    if place.rank > 0:
+        assert "not in the process group" in message(ValueError, lambda: prong.PRONG(mlp(), process_group=outside))
+    explicit, whole, optimizer = ddp(form="explicit")
+    said.append(message(ValueError, lambda: Join([whole, optimizer])))
+    prong.fold_(explicit)
+    inner = mlp()
+    whole = DistributedDataParallel(inner)
+    said.append(message(ValueError, lambda: Join([whole, prong.PRONG(inner)])))
+    prong.fold_(inner)
+    optimizer = prong.PRONG(whole, 0.1, **OPTIONS)
+    data = batches(inner, 1, SIZE)
+
+    def join_of_the_model_alone() -> None:
+        with whole.join():
+            updates(whole, optimizer, data, place)
+
+    said.append(message(RuntimeError, join_of_the_model_alone))
+    assert "Join([model, optimizer])" in said[-1]
+    return said
+
+
+def alone_in_a_group(place: Place) -> dict[str, Tensor]:
+    """A group of one is one process: nobody else is waited for."""
+    groups = [dist.new_group([rank]) for rank in range(place.size)]
+    model = mlp()
+    if place.rank == 0:
+        run(model, prong.PRONG(model, 0.02, **OPTIONS, process_group=groups[0]), batches(model, 10, SIZE))
+    assert Workers.of(model, groups[place.rank]).alone
+    values = [canonical(model)]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+BEHAVIOUR: dict[str, Callable[[Place], Any]] = {
+    behaviour.__name__: behaviour
+    for behaviour in (
+        nan_on_one_rank,
+        nan_in_a_loader,
+        nan_under_plus,
+        broken_loader,
+        too_large_together,
+        nobody_saw_anything,
+        states_agree,
+        rank_zeros_own_state_is_sound,
+        whitenings_are_the_same_bits,
+        factorisations_are_shared_out,
+        one_large_exchange_per_refresh,
+        refusals,
+        alone_in_a_group,
+    )
+}
