@@ -169,6 +169,15 @@ PRONG = Group(
             ),
         ),
         "data": DATA,
+        "plan": Command(
+            "prong.lab.planning.command:main",
+            "Time, memory and bytes sent of training on so many workers, predicted.",
+            (
+                "prong plan --model autoencoder --workers 2 --batch 128",
+                "prong plan --model transformer:16384x1x1024 --workers 1024 --batch 8192 --device h100",
+                "prong plan --model mypackage.models:build --workers 8 --batch 256 --device a100 --json runs/plan.json",
+            ),
+        ),
         "compression": Command(
             "prong.lab.compression:main",
             "A trained classifier at a share of its size, by several rules.",
