@@ -23,6 +23,7 @@ LIBRARIES = (  # of the lab extra
     "pytorch_optimizer",
     "requests",
     "rich",
+    "scipy",
     "sqlalchemy",
     "tyro",
 )
@@ -110,6 +111,14 @@ BENCH = Group(
             (
                 "prong bench options --json results/options.json",
                 "prong bench options --options 'as it is' cutoff=1 --updates 200 --seeds 0",
+            ),
+        ),
+        "plan": Command(
+            "prong.lab.planning.calibration:main",
+            "The constants of `prong plan`, measured on 1, 2 and 4 processes, and how well plans come true.",
+            (
+                "prong bench plan --json results/plan.json",
+                "prong bench plan --processes 1 2 --widths 64 128 --checks mlp:64x2 --repetitions 3",
             ),
         ),
         "race": Command(
