@@ -93,9 +93,14 @@ def measured(config: Mapping[str, Any], processes: int) -> list[Any]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         command += ["-m", "prong.lab.planning.worker", str(wanted), str(out)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE)
-        if done.returncode != 0:
-            raise SystemExit(f"measuring with {processes} processes failed:\n{done.stderr[-2000:]}")
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment) as run:
+            try:
+                _, problems = run.communicate(timeout=PATIENCE)
+            except BaseException:
+                run.terminate()  # torchrun then ends its processes; killed, it could not
+                raise
+        if run.returncode != 0:
+            raise SystemExit(f"measuring with {processes} processes failed:\n{problems.decode()[-2000:]}")
         rows: list[Any] = read_json(out)["rows"]
         return rows
 

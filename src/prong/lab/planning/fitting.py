@@ -53,7 +53,7 @@ def fit(rows: Sequence[Row], name: str, memory: float) -> Machine:
 
 def took(row: Row) -> float:
     """Seconds, the median of repetitions."""
-    return median(row["seconds"])
+    return float(median(row["seconds"]))
 
 
 def chosen(rows: Sequence[Row], part: str) -> list[Row]:
