@@ -227,6 +227,13 @@ def test_attention_takes_blocks() -> None:
     assert_close((nW, nb), (expected, gb - expected @ c), rtol=1e-8)
 
 
+def test_some_layers_can_be_in_blocks_and_others_whole() -> None:
+    model = mlp()
+    prong.whiten_(model, layers="0", block=2)
+    prong.PRONG(prong.whiten_(model), 1e-2, eps=EPS)
+    assert model[0].sites[0].layout.features <= 2 and model[2].sites[0].layout.blocks == 1
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from prong.lab.planning import calibration, fitting
+from prong.lab.bench.sheets import as_markdown
+from prong.lab.planning import calibration, fitting, page
 from prong.lab.planning.command import look, main
 from prong.lab.planning.machines import GPUS, Machine, from_record, machine
 from prong.lab.planning.prediction import Setting, predict
@@ -53,7 +55,8 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_model_of_ones_own_is_planned_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from torch import nn\n\n\ndef build():\n    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), (3, 9, 9)"
+        "from torch import nn\n\n\n"
+        "def build():\n    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), (3, 9, 9)\n"
     )
     command = [
         sys.executable,
@@ -241,3 +244,34 @@ def test_a_prediction_of_one_worker_is_the_sum_of_its_parts() -> None:
     assert p.open == p.closed + p.total.statistics and p.refresh == p.total.factorisation
     assert p.open_updates == 100
     assert p.all_in == pytest.approx(p.closed + 0.1 * p.total.statistics + p.refresh / 1000)
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_page_is_made_from_the_model_and_from_records(tmp_path: Path) -> None:
+    (tmp_path / page.PAGE).write_text((DOCS / page.PAGE).read_text())
+    page.main(results=tmp_path, docs=tmp_path)
+    text = (tmp_path / page.PAGE).read_text()
+    assert text.count("Not measured yet.") == 2 and "four layers of width 16,384" in text
+    record = {"bench": "plan", "config": {"repetitions": 3, "samples": 12_800}, "rows": made_up_rows(), "commit": None}
+    record |= {"machine": asdict(CPU), "environment": {"torch": "0", "threads": 1, "platform": "none"}}
+    check = {"part": "check", "workers": 2, "model": "mlp:16x2", "batch": 8, "phase": "SGD", "seconds": [1.0]}
+    record["rows"] = [*made_up_rows(), check]
+    (tmp_path / "plan.json").write_text(json.dumps(record))
+    page.main(results=tmp_path, docs=tmp_path)
+    text = (tmp_path / page.PAGE).read_text()
+    assert text.count("Not measured yet.") == 1 and "| mlp:16x2 | 2 | SGD |" in text
+    page.main(results=tmp_path, docs=tmp_path)
+    assert (tmp_path / page.PAGE).read_text() == text, "without new records nothing changes"
+
+
+def test_links_of_the_page_lead_somewhere_and_its_predictions_are_those_of_today(tmp_path: Path) -> None:
+    text = (DOCS / page.PAGE).read_text()
+    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+        assert (DOCS / link).exists(), link
+    for name, sheets in page.PREDICTED.items():
+        for sheet in sheets():
+            assert as_markdown(sheet) in text, f"{name}: prong bench plan-report"

@@ -121,6 +121,11 @@ BENCH = Group(
                 "prong bench plan --processes 1 2 --widths 64 128 --checks mlp:64x2 --repetitions 3",
             ),
         ),
+        "blocks": Command(
+            "prong.lab.bench.blocks:main",
+            "How far steps with blocks or a cutoff are from exact ones.",
+            ("prong bench blocks --json results/blocks.json", "prong bench blocks --sizes 100 1 --cutoffs 0.5 2"),
+        ),
         "race": Command(
             "prong.lab.racing.race:race",
             "Race to given errors on the paper's autoencoder, every method tuned alike.",
@@ -128,6 +133,11 @@ BENCH = Group(
                 "prong bench race --workers 2 --json results/race.json",
                 "prong bench race --methods PRONG Adam --trials 5 --cap 30 --json runs/race.json",
             ),
+        ),
+        "plan-report": Command(
+            "prong.lab.planning.page:main",
+            "Write the tables of docs/scaling.md anew, from the cost model and the records in results/.",
+            ("prong bench plan-report", "prong bench plan-report --results runs --docs docs"),
         ),
         "report": Command(
             "prong.lab.bench.document:main",

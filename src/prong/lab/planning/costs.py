@@ -109,8 +109,7 @@ def factorisation(place: Place) -> Work:
     """What its owner does at a refresh."""
     layout = place.layout
     numbers = layout.matrices * layout.features**2
-    calls = layout.matrices if layout.features > 1 else 1
-    return Work(float(numbers * layout.features), 12.0 * PRECISE * numbers, calls)
+    return Work(float(numbers * layout.features), 12.0 * PRECISE * numbers)
 
 
 def inverse(place: Place, itemsize: int) -> int:
