@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import prong
 from prong.accuracy import approximate_inverse, step_error
+from prong.gradients import Gain
 from prong.layers.layout import Layout
 from tests.cases import (
     PROPERTY,
@@ -188,6 +189,20 @@ def test_other_options_of_training_take_blocks(options: dict[str, object]) -> No
         run(model, optimizer, [(signs, torch.arange(12) % 4)] * 8)
         models.append(model)
     assert_close(*([p.detach() for p in m.parameters()] for m in models))
+
+
+@pytest.mark.parametrize("crossover", [0.0, 1e9], ids=["gradient space", "activation space"])
+def test_the_gain_of_a_group_is_that_of_all_its_blocks(crossover: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(prong.layers.natural.CROSSOVER, "convolution", crossover)
+    torch.manual_seed(0)
+    layer = prong.whiten_(nn.Conv2d(6, 4, 2, groups=2).double(), block=2)
+    h = torch.randn(5, 6, 4, 4, dtype=DOUBLE)
+    prong.refresh_(layer, [h], eps=EPS)
+    nW, nb, _ = gradients_of(layer, h)
+    layer.sites[0].gain = Gain(torch.tensor([2.0, 5.0], dtype=DOUBLE).view(2, 1, 1))
+    gains = torch.tensor([2.0, 2.0, 5.0, 5.0], dtype=DOUBLE)
+    gW, gb, _ = gradients_of(layer, h)
+    assert_close((gW, gb), (nW * gains.view(4, 1, 1, 1), nb * gains))
 
 
 def test_whitened_initialisation_takes_blocks() -> None:

@@ -208,6 +208,19 @@ def test_longer_periods_cost_less_and_never_less_than_updates_alone() -> None:
     assert costs_all_in[-1] >= plan(model).closed > plan(model).sgd
 
 
+def test_gradients_are_waited_for_as_far_as_the_backward_does_not_hide_them() -> None:
+    model = traced("mlp:256x4", 64)
+    setting = replace(SETTING, workers=2)
+    slow = replace(A100, network_rate=1e6)
+    p = predict(model, slow, setting)
+    assert p.gradients[0] - p.gradients[1] == pytest.approx(p.total.preconditioning) and p.sgd == pytest.approx(
+        p.closed
+    )
+    never = predict(model, replace(slow, overlap=0.0), setting)
+    assert never.gradients == (slow.all_reduce(4 * model.parameters, 2),) * 2
+    assert predict(model, A100, setting).gradients == (0.0, 0.0)
+
+
 def test_a_larger_share_of_the_batch_takes_longer() -> None:
     times = [plan(traced("cifar10", examples)).sgd for examples in (1, 8, 64)]
     assert times == sorted(times)
