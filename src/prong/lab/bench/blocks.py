@@ -23,7 +23,7 @@ EPS = 3e-2
 
 
 def main(
-    sizes: tuple[int, ...] = (512, 256, 64, 16, 1),
+    sizes: tuple[int, ...] = (256, 64, 1),
     cutoffs: tuple[float, ...] = (1.0,),
     samples: int = 5000,
     eps: float = EPS,

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional as F
 
 from prong.lab.bench.refresh import correlated_rows, gather
@@ -70,11 +72,17 @@ def _products(wanted: Any) -> list[dict[str, Any]]:
     rows = []
     for width in wanted["widths"]:
         for count in (64, 256):
-            x, W = torch.randn(count, width), torch.randn(width, width)
+            x, W, delta = torch.randn(count, width), torch.randn(width, width), torch.randn(count, width)
             work = costs.product(count, width, width, 4)
-            seconds = slowest(lambda x=x, W=W: x @ W, wanted["repetitions"])  # type: ignore[misc]
-            rows.append(_row("product", seconds, flops=work.flops, moved=work.moved))
+            block = partial(_layer, x, W, delta)
+            seconds = slowest(block, wanted["repetitions"])
+            rows.append(_row("product", seconds, flops=3 * work.flops, moved=3 * work.moved))
     return rows
+
+
+def _layer(x: Tensor, W: Tensor, delta: Tensor) -> object:
+    """The three products of a linear layer: its outputs, and the gradients of weights and inputs."""
+    return x @ W.mT, delta.mT @ x, delta @ W
 
 
 def _convolutions(wanted: Any) -> list[dict[str, Any]]:
@@ -82,7 +90,7 @@ def _convolutions(wanted: Any) -> list[dict[str, Any]]:
     for channels in wanted["channels"]:
         x, W = torch.randn(8, channels, MAP, MAP), torch.randn(channels, channels, 3, 3)
         flops, moved = 2.0 * 8 * MAP**2 * 9 * channels**2, 4.0 * (2 * x.numel() + W.numel())
-        seconds = slowest(lambda x=x, W=W: F.conv2d(x, W, padding=1), wanted["repetitions"])  # type: ignore[misc]
+        seconds = slowest(partial(F.conv2d, x, W, padding=1), wanted["repetitions"])
         rows.append(_row("convolution", seconds, flops=flops, moved=moved))
     return rows
 
@@ -91,7 +99,7 @@ def _factorisations(wanted: Any) -> list[dict[str, Any]]:
     rows = []
     for width in wanted["widths"]:
         moments = gather(correlated_rows(2 * width, width, torch.float32), 128)
-        seconds = slowest(lambda moments=moments: whiten(moments, EPS), wanted["repetitions"])  # type: ignore[misc]
+        seconds = slowest(partial(whiten, moments, EPS), wanted["repetitions"])
         rows.append(_row("factorisation", seconds, width=width))
     return rows
 
@@ -107,8 +115,8 @@ def _messages(wanted: Any) -> list[dict[str, Any]]:
     rows = []
     for size in wanted["messages"]:
         message = torch.zeros(size // 4)
-        reduced = slowest(lambda m=message: dist.all_reduce(m), wanted["repetitions"])  # type: ignore[misc]
-        spread = slowest(lambda m=message: dist.broadcast(m, 0), wanted["repetitions"])  # type: ignore[misc]
+        reduced = slowest(partial(dist.all_reduce, message), wanted["repetitions"])
+        spread = slowest(partial(dist.broadcast, message, 0), wanted["repetitions"])
         rows += [_row("all-reduce", reduced, bytes=size), _row("broadcast", spread, bytes=size)]
     return rows
 
