@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from prong.lab import models
+from prong.lab.bench import blocks
 from prong.lab.bench.sheets import as_markdown
 from prong.lab.planning import calibration, fitting, page
 from prong.lab.planning.command import look, main
@@ -20,6 +22,7 @@ from prong.lab.planning.machines import GPUS, Machine, from_record, machine
 from prong.lab.planning.prediction import Setting, predict
 from prong.lab.planning.subjects import subject
 from prong.lab.planning.trials import PARTS
+from tests.lab.digits import contents, write_files
 
 A100 = GPUS["a100"]
 
@@ -275,3 +278,20 @@ def test_links_of_the_page_lead_somewhere_and_its_predictions_are_those_of_today
     for name, sheets in page.PREDICTED.items():
         for sheet in sheets():
             assert as_markdown(sheet) in text, f"{name}: prong bench plan-report"
+
+
+def test_errors_of_blocks_are_recorded_for_every_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_files(tmp_path / "data", contents(train=160, test=20))
+    monkeypatch.setenv("PRONG_DATA", str(tmp_path / "data"))
+    file = tmp_path / "blocks.json"
+    blocks.main(sizes=(500,), cutoffs=(), samples=100, json=file)
+    record = json.loads(file.read_text())
+    assert [layer["inputs"] for layer in record["layers"]] == [784, 1000, 500, 250, 30, 250, 500, 1000]
+    errors = [layer["errors"][0] for layer in record["layers"]]
+    assert all((error["relative"] < 1e-9) == (n <= 500) for error, n in zip(errors, models.WIDTHS, strict=False))
+    assert all(error["largest_gain"] < 2 + 1e-9 for error in errors), "two blocks at most"
+    assert "blocks of 500" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="need a number"):
+        blocks.main(sizes=(), cutoffs=())

@@ -48,7 +48,9 @@ def main(
         raise SystemExit("--eps is positive, and --cutoffs are not negative")
     writable(json=json)
     console = make_console()
-    options = [*({"block": size} for size in sizes), *({"cutoff": cutoff} for cutoff in cutoffs)]
+    options: list[dict[str, Any]] = [*({"block": size} for size in sizes), *({"cutoff": c} for c in cutoffs)]
+    if not options:
+        raise SystemExit("--sizes or --cutoffs need a number")
     try:
         task = autoencoder_task(1)
     except (FileNotFoundError, ValueError) as error:
@@ -61,7 +63,7 @@ def main(
         for name, seen in moments.items():
             errors = []
             for option in options:
-                errors.append({**option, **asdict(step_error(seen.covariance()[0], eps, **option))})  # type: ignore[arg-type]
+                errors.append({**option, **asdict(step_error(seen.covariance()[0], eps, **option))})
                 on_step()
             record["layers"].append({"layer": name, "inputs": seen.mean.shape[1], "errors": errors})
     if json is not None:
