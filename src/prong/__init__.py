@@ -1,5 +1,6 @@
 """Natural Neural Networks for PyTorch: whitened layers, PRONG and PRONG+ (Desjardins et al., NIPS 2015)."""
 
+from prong import accuracy as accuracy
 from prong import distributed as distributed
 from prong import fisher as fisher
 from prong import mirror as mirror

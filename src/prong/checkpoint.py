@@ -35,11 +35,11 @@ def check_site_state(name: str, layer: WhitenedLayer, site: Site, state: dict[st
             f"this state is of another model: layer {name!r} has a weight of shape {tuple(weight.shape)}, "
             f"there it is {tuple(state['shape'])}"
         )
-    groups, features = site.layout.groups, site.layout.features
+    size = (site.layout.matrices, site.layout.features)
     matrices = {key: x for key, x in state.get("whitening", {}).items() if isinstance(x, Tensor) and key != "c"}
-    if any(x.shape[:2] != (groups, features) for x in matrices.values()):
+    if any(x.shape[:2] != size for x in matrices.values()):
         raise ValueError(f"this state is of another model: the whitening of layer {name!r} has another size")
-    if "window" in state and state["window"]["mean"].shape != (groups, features):
+    if "window" in state and state["window"]["mean"].shape != size:
         raise ValueError(f"this state is of another model: the statistics of layer {name!r} have another size")
 
 

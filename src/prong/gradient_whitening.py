@@ -289,7 +289,7 @@ class _Draw:
 
 def _packings(layer: WhitenedLayer, site: Site) -> list[tuple[Tensor, Any, Any]]:
     weight, bias = layer.pair(site)
-    packings: list[tuple[Tensor, Any, Any]] = [(weight, site.layout.pack, site.layout.unpack)]
+    packings: list[tuple[Tensor, Any, Any]] = [(weight, site.layout.whole.pack, site.layout.whole.unpack)]
     if bias is not None:
         packings.append((bias, site.layout.pack_bias, lambda x: x.reshape(-1)))
     return packings

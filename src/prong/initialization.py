@@ -176,11 +176,11 @@ def _draw(layer: WhitenedLayer, site: Site, whitening: Whitening, scheme: Scheme
     layout = site.layout
     kernel = layout.shape[2:]
     # Drawn as an ordinary weight (out, in, *kernel), also for transposed layers: schemes reckon fan-in from that.
-    V = torch.empty(layout.groups * layout.outputs, layout.features, *kernel, dtype=weight.dtype, device=weight.device)
+    V = torch.empty(layout.groups * layout.outputs, layout.inputs, *kernel, dtype=weight.dtype, device=weight.device)
     scheme(V.fill_(torch.nan))
     if not torch.isfinite(V).all():
         raise ValueError("scheme must fill the weight it is given in place, as torch.nn.init.kaiming_normal_ does")
-    packed = Layout(tuple(V.shape), layout.groups).pack(V)
+    packed = Layout(tuple(V.shape), layout.groups, block=layout.block).pack(V)
     d = None if bias is None else torch.zeros(layout.groups, layout.outputs, dtype=V.dtype, device=V.device)
     W, b = site.unpacked(*to_canonical(packed, d, whitening))
     if isinstance(layer, Explicit):

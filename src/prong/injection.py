@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -46,6 +47,7 @@ def whiten_(
     cutoff: float = 0.0,
     storage: torch.dtype | None = None,
     max_positions: int | None = None,
+    block: int | None = None,
 ) -> nn.Module:
     """Make the layers of `model` whitened ones, in place; its function and parameter objects stay.
 
@@ -63,6 +65,9 @@ def whiten_(
         storage: implicit form: the dtype in which the matrices are kept and multiplied, e.g. torch.bfloat16 where the
             hardware is fast in it. None is the weight's own, and so it is for layers whose steps rounding would spoil.
         max_positions: at most so many positions per example enter a convolution's statistics.
+        block: implicit form: whiten contiguous blocks of at most so many inputs, each by itself, as if inputs of
+            different blocks were uncorrelated; 1 scales each input. For layers too wide for `in^2` numbers: it takes
+            `in * block` of them. `prong.accuracy` tells how far off the steps are.
 
     Raises:
         ValueError: a name or pattern that fits nothing, or a layer asked for by name that cannot be whitened.
@@ -77,8 +82,11 @@ def whiten_(
         raise ValueError('cutoff and storage are of the implicit form; form="explicit" whitens exactly')
     if form == "explicit":
         check_unsharded(model, "the explicit form", 'use form="implicit"')
-    if max_positions is not None:
-        check_count("max_positions", max_positions, 1)
+    for option, count in {"max_positions": max_positions, "block": block}.items():
+        if count is not None:
+            check_count(option, count, 1)
+    if form == "explicit" and block is not None:
+        raise ValueError('block is of the implicit form; form="explicit" whitens all inputs of a layer together')
     chosen = _choose(model, layers)
     if not chosen and not any(True for _ in whitened_layers(model)):
         raise ValueError(
@@ -90,6 +98,7 @@ def whiten_(
         sites = kind.make_sites(module)
         for site in sites:
             site.label = site_name(name, site)
+            site.layout = replace(site.layout, block=block)
         if issubclass(kind, Explicit):
             names = {trained: trained_name(trained) for s in sites for trained in (s.weight, s.bias) if trained}
             _rename_parameters(module, names)

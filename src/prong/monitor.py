@@ -178,8 +178,7 @@ class Monitor:
             return  # a forward that only gathers statistics for a refresh
         layer = module if isinstance(module, WhitenedLayer) else as_whitened(module)
         for site, h in zip(layer.sites, tensors_given(layer, args, kwargs), strict=False):
-            channels = site.layout.groups * site.layout.features
-            if h.dim() < -layer.channels_at or h.shape[layer.channels_at] != channels:
+            if h.dim() < -layer.channels_at or h.shape[layer.channels_at] != site.layout.channels:
                 return  # the layer is about to refuse this, in torch's words
             full_name = site_name(name, site)
             if full_name not in self._seen:

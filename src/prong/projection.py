@@ -6,7 +6,8 @@ Every kind of layer is brought to one layout first (`prong.layers.layout`):
 
 with one group and one tap for a linear layer, and the taps of the kernel for a convolution. A layer computes
 `z = sum_taps W h + b = sum_taps V U (h - c) + d`. `b`, `d` and `c` are None together: without a bias nothing can
-absorb `W c`, so nothing is centred.
+absorb `W c`, so nothing is centred. Where inputs are whitened in blocks, each block is a group of W, V, U and c; those
+of one group share its bias, and its part of `z` is the sum over them.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ def times(X: Tensor, M: Tensor) -> Tensor:
         return torch.bmm(X.flatten(1, 2), M).view(*X.shape[:-1], M.shape[-1])
 
 
-def against(X: Tensor, c: Tensor) -> Tensor:
-    """sum_taps X c, shape (groups, out): what a constant input c contributes."""
+def against(X: Tensor, c: Tensor, groups: int | None = None) -> Tensor:
+    """sum_taps X c, shape (groups, out): what a constant input c contributes. Blocks are summed into so many groups."""
     with full_precision(X):
-        return (X.sum(2) @ c.unsqueeze(-1)).squeeze(-1)
+        x = (X.sum(2) @ c.unsqueeze(-1)).squeeze(-1)
+    return x if groups is None or groups == x.shape[0] else x.reshape(groups, -1, x.shape[1]).sum(1)
 
 
 def outer(x: Tensor, c: Tensor) -> Tensor:
     """The outer product x c^T for every tap at once, shape (groups, out, 1, in)."""
+    if x.shape[0] != c.shape[0]:
+        x = x.repeat_interleave(c.shape[0] // x.shape[0], dim=0)
     return x[:, :, None, None] * c[:, None, None, :]
 
 
@@ -45,7 +49,7 @@ def to_whitened(W: Tensor, b: Tensor | None, whitening: Whitening) -> Pair:
     V = W U^-1 and d = b + W c (Desjardins et al. 2015, Algorithm 1, line 10, corrected).
     """
     assert whitening.U_inv is not None
-    d = b if b is None or whitening.c is None else b + against(W, whitening.c)
+    d = b if b is None or whitening.c is None else b + against(W, whitening.c, b.shape[0])
     return times(W, whitening.U_inv), d
 
 
@@ -56,7 +60,7 @@ def to_canonical(V: Tensor, d: Tensor | None, whitening: Whitening) -> Pair:
     """
     assert whitening.U is not None
     W = times(V, whitening.U)
-    b = d if d is None or whitening.c is None else d - against(W, whitening.c)
+    b = d if d is None or whitening.c is None else d - against(W, whitening.c, d.shape[0])
     return W, b
 
 
@@ -73,7 +77,7 @@ def natural_gradient(gW: Tensor, gb: Tensor | None, P: Tensor, c: Tensor | None,
     if centre is not None and gb is not None:
         gW = gW - outer(gb, centre)
     nW = times_inverse(gW.flatten(1, 2), P, tail).view(gW.shape)
-    return nW, gb if centre is None or gb is None else gb - against(nW, centre)
+    return nW, gb if centre is None or gb is None else gb - against(nW, centre, gb.shape[0])
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ def transport_velocity(V: Tensor, d: Tensor | None, transition: Transition) -> P
     V_new = V M and d_new = d + V shift, so that V_new U_new = V U_old: the canonical image stays.
     """
     if d is not None and transition.shift is not None:
-        d = d + against(V, transition.shift)
+        d = d + against(V, transition.shift, d.shape[0])
     return times(V, transition.M), d
 
 

@@ -199,7 +199,7 @@ class Refresher:
         """Detach, with the parameters and the optimizer's state back in canonical coordinates. `fold_` calls it."""
         whitened = {n: (layer, site) for n, (layer, site) in self.sites.items() if site.whitening is not None}
         explicit = {
-            name: (layer, site, _identity(site.layout.groups, site.layout.features, layer.pair(site)[0]))
+            name: (layer, site, _identity(site.layout.matrices, site.layout.features, layer.pair(site)[0]))
             for name, (layer, site) in whitened.items()
             if isinstance(layer, Explicit)
         }

@@ -76,8 +76,10 @@ def _whitened_row(name: str, layer: WhitenedLayer, parameters: int) -> Row:
             open_window = True
             held += site.inputs.moments.tensors()
         tensors |= {id(x): x for x in held if isinstance(x, torch.Tensor)}
-    groups, features = layer.sites[0].layout.groups, [site.layout.features for site in layer.sites]
-    size = "/".join(map(str, dict.fromkeys(features))) + (f" x {groups} groups" if groups > 1 else "")
+    layout, inputs = layer.sites[0].layout, [site.layout.inputs for site in layer.sites]
+    size = "/".join(map(str, dict.fromkeys(inputs))) + (f" x {layout.groups} groups" if layout.groups > 1 else "")
+    blocks = {site.layout.features for site in layer.sites if site.layout.blocks > 1}
+    size += f" in blocks of {'/'.join(map(str, sorted(blocks)))}" if blocks else ""
     note = "" if all(site.whitening is not None for site in layer.sites) else "identity until the first refresh"
     if any(site.dropping is not None for site in layer.sites):
         note = "; ".join(filter(None, (note, "spectral dropout")))

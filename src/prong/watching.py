@@ -83,4 +83,4 @@ def zeros_of(layer: WhitenedLayer, site: Site) -> Tensor:
     """Zeros, one for each input of a site, in the precision of sums."""
     weight = layer.pair(site)[0]
     dtype = accumulation_dtype(weight.dtype)
-    return torch.zeros(site.layout.groups, site.layout.features, dtype=dtype, device=weight.device)
+    return torch.zeros(site.layout.matrices, site.layout.features, dtype=dtype, device=weight.device)

@@ -213,7 +213,7 @@ def times_inverse(X: Tensor, P: Tensor, tail: float = 0.0) -> Tensor:
     with full_precision(X):
         low = X.to(P.dtype)
         if tail == 0:
-            return torch.bmm(low, P).to(X.dtype)
+            return (low * P if P.shape[-1] == 1 else torch.bmm(low, P)).to(X.dtype)
         if P.dtype == X.dtype:
             return torch.baddbmm(X, torch.bmm(X, P), P.mT, beta=tail, alpha=-1)
         return tail * X - torch.bmm(torch.bmm(low, P), P.mT).to(X.dtype)

@@ -17,6 +17,7 @@ from prong.fisher.outputs import each_exact_row
 from prong.fisher.snapshot import Snapshot, count_examples, ordinary, pieces
 from prong.gradients import Distribution
 from prong.injection import check_count
+from prong.layers import Site
 from prong.precision import accumulation_dtype
 from prong.whitening import Whitening
 
@@ -160,7 +161,7 @@ def _patches(module: Any, h: Tensor) -> Tensor:
 def _choose(snapshot: Snapshot, layers: Iterable[str] | None) -> dict[str, _Place]:
     modules = dict(snapshot.caller.model.named_modules())
     trained = set(snapshot.plain_names.values())
-    whitenings = {chart.layer: chart.places[0][1] for chart in snapshot.charts if len(chart.places) == 1}
+    whitenings = {chart.layer: _whole(*chart.places[0]) for chart in snapshot.charts if len(chart.places) == 1}
     chosen = {}
     named = layers is not None
     for name in modules if layers is None else [layers] if isinstance(layers, str) else layers:
@@ -178,6 +179,14 @@ def _choose(snapshot: Snapshot, layers: Iterable[str] | None) -> dict[str, _Plac
         elif named:
             raise ValueError(f"the weight of layer {name!r} is not trained, so it has no block")
     return chosen
+
+
+def _whole(site: Site, whitening: Whitening | None) -> Whitening | None:
+    """A whitening without blocks."""
+    if whitening is None or whitening.U is None or site.layout.blocks == 1:
+        return whitening
+    c = None if whitening.c is None else site.layout.in_a_row(whitening.c).reshape(site.layout.groups, -1)
+    return Whitening(c, whitening.eps, U=site.layout.assembled(whitening.U))
 
 
 def _of_piece(snapshot: Snapshot, chosen: dict[str, _Place], piece: Any) -> dict[str, tuple[Tensor, Tensor, int]]:

@@ -24,6 +24,7 @@ LIBRARIES = (  # of the lab extra
     "pytorch_optimizer",
     "requests",
     "rich",
+    "scipy",
     "sqlalchemy",
     "tyro",
 )
@@ -118,6 +119,19 @@ BENCH = Group(
             "What an update of each method costs on the autoencoder, for the report's time axis.",
             ("prong bench pace --json results/autoencoder-clock.json", "prong bench pace --methods prong nesterov"),
         ),
+        "plan": Command(
+            "prong.lab.planning.calibration:main",
+            "The constants of `prong plan`, measured on 1, 2 and 4 processes, and how well plans come true.",
+            (
+                "prong bench plan --json results/plan.json",
+                "prong bench plan --processes 1 2 --widths 64 128 --checks mlp:64x2 --repetitions 3",
+            ),
+        ),
+        "blocks": Command(
+            "prong.lab.bench.blocks:main",
+            "How far steps with blocks or a cutoff are from exact ones.",
+            ("prong bench blocks --json results/blocks.json", "prong bench blocks --sizes 100 1 --cutoffs 0.5 2"),
+        ),
         "race": Command(
             "prong.lab.racing.race:race",
             "Race to given errors on the paper's autoencoder, every method tuned alike.",
@@ -125,6 +139,11 @@ BENCH = Group(
                 "prong bench race --workers 2 --json results/race.json",
                 "prong bench race --methods PRONG Adam --trials 5 --cap 30 --json runs/race.json",
             ),
+        ),
+        "plan-report": Command(
+            "prong.lab.planning.page:main",
+            "Write the tables of docs/scaling.md anew, from the cost model and the records in results/.",
+            ("prong bench plan-report", "prong bench plan-report --results runs --docs docs"),
         ),
         "report": Command(
             "prong.lab.bench.document:main",
@@ -180,6 +199,15 @@ PRONG = Group(
             ),
         ),
         "data": DATA,
+        "plan": Command(
+            "prong.lab.planning.command:main",
+            "Time, memory and bytes sent of training on so many workers, predicted.",
+            (
+                "prong plan --model autoencoder --workers 2 --batch 128",
+                "prong plan --model transformer:16384x1x1024 --workers 1024 --batch 8192 --device h100",
+                "prong plan --model mypackage.models:build --workers 8 --batch 256 --device a100 --json runs/plan.json",
+            ),
+        ),
         "compression": Command(
             "prong.lab.compression:main",
             "A trained classifier at a share of its size, by several rules.",

@@ -43,7 +43,7 @@ class Owner(Protocol):
 
 
 class Inputs(NamedTuple):
-    """A batch of inputs as samples: rows (groups, rows, in), rows of zeros that padding adds, examples."""
+    """A batch of inputs as samples: rows (matrices, rows, in), rows of zeros that padding adds, examples."""
 
     rows: Tensor
     zeros: float
@@ -93,7 +93,7 @@ class Site:
 
     def new_window(self, like: Tensor) -> Window:
         """Empty statistics of this site's inputs."""
-        return Window(Moments(self.layout.groups, self.layout.features, like.dtype, like.device))
+        return Window(Moments(self.layout.matrices, self.layout.features, like.dtype, like.device))
 
     def part(self, tensor: Tensor | None) -> Tensor | None:
         """This site's rows of a weight, a bias, or anything of their shape; all of what is its alone."""
@@ -194,7 +194,7 @@ class WhitenedLayer(nn.Module):
             return
         if site.training_only and not self.training:  # evaluation between updates
             return
-        if h.dim() < -self.channels_at or h.shape[self.channels_at] != site.layout.groups * site.layout.features:
+        if h.dim() < -self.channels_at or h.shape[self.channels_at] != site.layout.channels:
             self._undo()
             return  # the layer itself is about to refuse this, in torch's words
         with torch.inference_mode(False), torch.no_grad():

@@ -75,7 +75,7 @@ class Linear:
         return F.linear(h, W, b)
 
     def whitened(self, h: Tensor, P: Tensor, c: Tensor | None, tail: float, gain: Tensor | None) -> Tensor:  # noqa: D102
-        return _whitened_rows(h.reshape(1, -1, h.shape[-1]), P, c, tail, gain)[0]
+        return self.layout.unrow(_whitened_rows(self.layout, self.layout.rows(h, -1), P, c, tail, gain))
 
     def input_gradient(self, delta: Tensor, h: Tensor, W: Tensor) -> Tensor:  # noqa: D102
         return delta @ W
@@ -88,7 +88,9 @@ class Linear:
 
     def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor, gain: Tensor | None) -> Tensor:  # noqa: D102
         one = 1.0 if gain is None else gain.to(x).view(())
-        return delta.reshape(-1, delta.shape[-1]).mT @ (one - x @ c[0])  # reads activations, not the larger nW
+        return delta.reshape(-1, delta.shape[-1]).mT @ (
+            one - x @ self.layout.in_a_row(c)
+        )  # reads activations, not the larger nW
 
     def broadcast(self, b: Tensor) -> Tensor:  # noqa: D102
         return b
@@ -119,8 +121,8 @@ class Convolution:
         return z
 
     def whitened(self, h: Tensor, P: Tensor, c: Tensor | None, tail: float, gain: Tensor | None) -> Tensor:  # noqa: D102
-        x = _whitened_rows(self.layout.rows(h, 1), P, c, tail, gain)
-        return x.transpose(0, 1).reshape(h.shape[0], *h.shape[2:], h.shape[1]).movedim(-1, 1)
+        x = _whitened_rows(self.layout, self.layout.rows(h, 1), P, c, tail, gain)
+        return self.layout.unrow(x).reshape(h.shape[0], *h.shape[2:], h.shape[1]).movedim(-1, 1)
 
     def input_gradient(self, delta: Tensor, h: Tensor, W: Tensor) -> Tensor:  # noqa: D102
         return self._backward(delta, h, W, 0)
@@ -132,7 +134,8 @@ class Convolution:
         return delta.transpose(0, 1).flatten(1).sum(1)
 
     def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor, gain: Tensor | None) -> Tensor:  # noqa: D102
-        return _scaled(self.bias_gradient(delta), self.layout, gain) - against(self.layout.pack(nW), c).reshape(-1)
+        mean = against(self.layout.pack(nW), c, self.layout.groups).reshape(-1)
+        return _scaled(self.bias_gradient(delta), self.layout, gain) - mean
 
     def broadcast(self, b: Tensor) -> Tensor:  # noqa: D102
         return b.reshape(-1, *(1,) * len(self.stride))
@@ -156,10 +159,12 @@ class Convolution:
         return gradient
 
 
-def _whitened_rows(rows: Tensor, P: Tensor, c: Tensor | None, tail: float, gain: Tensor | None) -> Tensor:
-    """The product gain (rows - c) P for rows (groups, n, in)."""
+def _whitened_rows(
+    layout: Layout, rows: Tensor, P: Tensor, c: Tensor | None, tail: float, gain: Tensor | None
+) -> Tensor:
+    """The product gain (rows - c) P for rows (matrices, n, in)."""
     x = times_inverse(rows if c is None else rows - c.unsqueeze(1), P, tail)
-    return x if gain is None else x.mul_(gain.to(x))
+    return x if gain is None else x.mul_(layout.per_matrix(gain.to(x)))
 
 
 def _scaled(gb: Tensor, layout: Layout, gain: Tensor | None) -> Tensor:
@@ -229,7 +234,7 @@ class _Naturalize(_Function):
             return gW, gb, *nothing  # only d moves, and its gradient is b's
         packed = layout.pack(gW)
         if gain is not None:
-            packed = packed * gain.to(gW).unsqueeze(-1)
+            packed = packed * layout.per_matrix(gain.to(gW)).unsqueeze(-1)
         bias = layout.pack_bias(gb) if gb is not None and ctx.needs_input_grad[1] else None
         nW, nb = natural_gradient(packed, bias, P, c, ctx.tail)
         return layout.unpack(nW), None if nb is None else nb.reshape(-1), *nothing
