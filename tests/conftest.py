@@ -18,3 +18,4 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores Ctrl
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+    torch.set_flush_denormal(False)  # the lab's commands set it for their process

@@ -35,7 +35,16 @@ def test_every_python_block_runs_in_order(page):
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES, "CONTRIBUTING.md", "docs/index.md", "docs/derivation.md", "docs/log.md", "docs/sweep.md"]
+    "page",
+    [
+        *PAGES,
+        "CONTRIBUTING.md",
+        "docs/index.md",
+        "docs/derivation.md",
+        "docs/log.md",
+        "docs/sweep.md",
+        "docs/scaling.md",
+    ],
 )
 def test_links_within_the_project_lead_somewhere(page):
     path = ROOT / page
