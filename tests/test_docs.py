@@ -41,8 +41,10 @@ def test_every_python_block_runs_in_order(page):
         "CONTRIBUTING.md",
         "docs/index.md",
         "docs/derivation.md",
+        "docs/distributed.md",
         "docs/log.md",
         "docs/sweep.md",
+        "docs/reproduction.md",
         "docs/scaling.md",
     ],
 )
