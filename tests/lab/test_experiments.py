@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import resource
 import signal
@@ -23,6 +22,7 @@ from prong.lab.experiments import autoencoder, catalogue, cifar10, conditioning,
 from prong.lab.folders import RunFolder, run_folders
 from prong.lab.jobs import Job
 from prong.lab.methods import KEYS
+from tests.lab.processes import unmeasured
 from tests.lab.test_jobs import assert_same
 
 ROOT = Path(__file__).parents[2]
@@ -173,7 +173,7 @@ def command(mnist: Path, out: Path, *words: str, before: Callable[[], None] | No
     """The command in a process of its own, on the paper's model."""
     return subprocess.Popen(
         [sys.executable, "-m", "prong.lab.cli", "run", "autoencoder", "--methods", "prong", "--out", str(out), *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "PRONG_DATA": str(mnist)},
+        env={**unmeasured(), "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "PRONG_DATA": str(mnist)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

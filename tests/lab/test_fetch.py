@@ -24,6 +24,7 @@ from prong.lab.datasets.published import ALL, CIFAR10_BINARY, FASHION_MNIST, MNI
 from prong.lab.datasets.shelf import find
 from tests.lab.digits import contents, images, real_mnist
 from tests.lab.mirrors import Mirror, serving, small, tar_of
+from tests.lab.processes import unmeasured
 
 ROOT = Path(__file__).parents[2]
 ZIPPED = {f"{name}.gz": gzip.compress(data, mtime=0) for name, data in contents(30, 20).items()}
@@ -205,9 +206,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def python(code: str, *words: str) -> subprocess.Popen[str]:
     """A process of its own, which imports what these tests import."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", code, *words], **pipes, text=True, cwd=ROOT, env=unmeasured())
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_file(tmp_path: Path) -> None:
