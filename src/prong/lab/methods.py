@@ -63,7 +63,7 @@ class Method:
         batch_norm: whether it trains a model with batch-norm layers.
         settings: all that it knows, with what they are where nobody says otherwise.
         resumable: whether its state can be saved; who cannot takes part in benchmarks only.
-        rates: the learning rates among which a race searches: two decades, set by hand after a wider search (docs/log.md).
+        rates: the learning rates among which a race searches: two decades, set after a wider search (docs/log.md).
     """
 
     key: str

@@ -65,8 +65,8 @@ def race(
         initialisations: of each method.
         thresholds: squared errors per digit, on 1,000 of the training digits.
         trials: of every method from every initialisation, with seed 1, to choose its learning rate, out of two
-            decades that were set for it after a wider search (docs/log.md), and its damping, out of two decades. They may take half of the cap,
-            and are given up where they are behind the best.
+            decades that were set for it after a wider search (docs/log.md), and its damping, out of two decades. They
+            may take half of the cap, and are given up where they are behind the best.
         seeds: of the runs that count.
         cap: seconds that a run may take, at the measured cost of its updates.
         target: the error to which the trials race.
