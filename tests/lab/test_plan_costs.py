@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import prong
+from prong.distributed import sharing
 from prong.injection import whitened_sites
 from prong.lab.models import mlp, transformer_block
 from prong.lab.planning import costs
 from prong.lab.planning.blocking import block_sizes, fits, fitted, in_blocks
 from prong.lab.planning.machines import GPUS, sent_by_all_reduce
 from prong.lab.planning.prediction import Prediction, Setting, predict
-from prong.lab.planning.sharing import share_out
 from prong.lab.planning.subjects import subject
 from prong.lab.planning.tracing import Traced, trace
 from prong.statistics import Moments
@@ -229,7 +229,7 @@ def test_a_larger_share_of_the_batch_takes_longer() -> None:
 @given(st.dictionaries(st.text(max_size=3), st.floats(0, 1e6), max_size=8), st.integers(1, 5))
 def test_shares_are_at_most_a_third_longer_than_the_best_possible(work: dict[str, float], workers: int) -> None:
     """Graham's bound for longest-first schedules, against lower bounds of the best one."""
-    owners = share_out(work, workers)
+    owners = sharing.owners(work, workers)
     assert set(owners) == set(work)
     loads = [sum(work[name] for name in work if owners[name] == rank) for rank in range(workers)]
     ordered = sorted(work.values(), reverse=True)

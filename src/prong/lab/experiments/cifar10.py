@@ -17,6 +17,7 @@ from prong.lab.training import Anneal, Plan
 
 NAME = "cifar10"
 QUICK_METHODS = ("nesterov", "batchnorm", "prong-bn")
+# Guesses, until a sweep is recorded.
 TUNED: Mapping[str, Tuned] = {
     "nesterov": Tuned({"lr": 0.03}),
     "rmsprop": Tuned({"lr": 3e-4}),

@@ -68,7 +68,7 @@ class Common:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a method does best with in an experiment: settings, and where it starts."""
+    """What a method is run with where nobody says otherwise: settings, and where it starts."""
 
     settings: Settings
     initialisation: Initialisation = "standard"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from prong.distributed import sharing
 from prong.lab.bench.amortise import all_in, window_updates
 from prong.lab.planning import costs
 from prong.lab.planning.costs import Work
 from prong.lab.planning.machines import Machine, sent_by_all_reduce
-from prong.lab.planning.sharing import share_out
 from prong.lab.planning.tracing import Place, Traced
 
 MEETINGS = 4  # small exchanges of a refresh, in which workers agree on what is to be sent
@@ -133,7 +133,7 @@ def predict(traced: Traced, machine: Machine, setting: Setting) -> Prediction:
     item, workers = traced.itemsize, setting.workers
     own = [place for place in traced.places if place.owner == place.name]
     seconds = {p.name: _seconds(costs.factorisation(p), machine, workers, "float32", factor=True) for p in own}
-    owners = share_out({p.name: float(costs.factorisation(p).flops) for p in own}, workers)
+    owners = sharing.owners({p.name: float(costs.factorisation(p).flops) for p in own}, workers)
     loads = [
         sum(seconds[name] for name, rank in owners.items() if rank == r) for r in range(min(workers, len(own)) or 1)
     ]
