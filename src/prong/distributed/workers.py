@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
-KINDS = (FloatingPointError, MemoryError, NotImplementedError, RuntimeError, TypeError, ValueError)  # told as they are
+KINDS = (
+    FloatingPointError,
+    MemoryError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)  # told as they are
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -76,7 +84,7 @@ class Workers:
         """These numbers, added up over all workers."""
         if self.alone:
             return numbers
-        told = torch.tensor(list(numbers.values()), device=self.device)
+        told = torch.tensor(list(numbers.values()), dtype=torch.float64, device=self.device)
         self.sum_([told])()
         return dict(zip(numbers, told.tolist(), strict=True))
 
@@ -150,7 +158,7 @@ class Workers:
 
 
 def _kind(error: Exception) -> str:
-    return next((kind.__name__ for kind in KINDS if type(error) is kind), RuntimeError.__name__)
+    return next((kind.__name__ for kind in KINDS if isinstance(error, kind)), RuntimeError.__name__)
 
 
 ALONE = Workers()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import prong
+from prong.distributed.workers import ALONE, Workers
 from prong.lab.data import FOLDER_VARIABLE
 from prong.lab.methods import DAMPED, METHODS, Method, Refreshed, Schedule, Settings, Trains
 from prong.lab.tasks.base import Task
@@ -56,14 +57,16 @@ class Contestant:
             optimizer.refresher.refresh(batches)  # the paper's first, before the first update
         return optimizer
 
-    def begin(self, task: Task, settings: Settings, schedule: Schedule, plan: Plan) -> Training:
+    def begin(
+        self, task: Task, settings: Settings, schedule: Schedule, plan: Plan, workers: Workers = ALONE
+    ) -> Training:
         """A new model of the task, on its way; its seconds begin with the initialisation."""
         batches = task.initial_batches()
         torch.manual_seed(plan.seed)
         model = task.build(batch_norm=self.method.batch_norm)
         start = perf_counter()
         optimizer = self.start(model, settings, batches, schedule)
-        return Training(task, model, optimizer, plan, perf_counter() - start)
+        return Training(task, model, optimizer, plan, perf_counter() - start, workers)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass, field, replace
 from time import monotonic
 from typing import Any
 
+from prong.distributed.workers import ALONE, Workers
 from prong.lab.contestants import Contestant
 from prong.lab.folders import RunFolder
 from prong.lab.methods import Schedule, Settings
+from prong.lab.shared import SharedFolder
 from prong.lab.tasks.base import Reading, Task
 from prong.lab.training import DIVERGENCES, Plan, Training, diverged
 
@@ -30,6 +32,9 @@ class Job:
         schedule: of its refreshes, if it makes any.
         plan: how long, and how.
         part: of the experiment, where it has several.
+        workers: that make it together.
+        checkpoints: updates between these where there are several workers. Batch norm depends on the number of
+            workers, and the last bits of everything on both; so they belong to the configuration.
     """
 
     experiment: str
@@ -40,6 +45,8 @@ class Job:
     schedule: Schedule
     plan: Plan
     part: str = ""
+    workers: int = 1
+    checkpoints: int = 100
 
     def config(self) -> dict[str, Any]:
         """What the folder says of it."""
@@ -57,11 +64,12 @@ class Job:
             "plan": {key: value for key, value in plan.items() if key not in unsaid},
             "data": self.task.source,
             "parameters": sum(p.numel() for p in self.task.build().parameters()),
+            **({"workers": self.workers, "checkpoints": self.checkpoints} if self.workers > 1 else {}),
         }
 
-    def begin(self) -> Training:
+    def begin(self, workers: Workers = ALONE) -> Training:
         """The training, at its start."""
-        return self.contestant.begin(self.task, self.settings, self.schedule, self.plan)
+        return self.contestant.begin(self.task, self.settings, self.schedule, self.plan, workers)
 
 
 @dataclass
@@ -80,9 +88,15 @@ class Watch:
 
 
 def carry_out(
-    job: Job, folder: RunFolder, watch: Watch | None = None, checkpoint_seconds: float = CHECKPOINT_SECONDS
+    job: Job,
+    folder: RunFolder,
+    watch: Watch | None = None,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    workers: Workers = ALONE,
 ) -> Mapping[str, Any]:
     """The outcome of a run, from its folder: of a finished one as it is, of one that was stopped when it has gone on.
+
+    Several workers all call it, each with a watch of its own.
 
     Raises:
         ForeignRecordError: the folder is of another configuration.
@@ -90,13 +104,16 @@ def carry_out(
         KeyboardInterrupt: the watch said stop.
     """
     watch = watch or Watch()
+    if not workers.alone:
+        folder = SharedFolder(folder.path, workers)
     with folder.opened(job.config()):
-        if folder.outcome is not None:
-            return folder.outcome
+        outcome = folder.outcome
+        if outcome is not None:
+            return outcome
         if isinstance(job.task, Reading):
-            job = replace(job, task=job.task.within(folder.path))
+            job = replace(job, task=job.task.within(folder.path, workers))
         try:
-            training = _started(job, folder)
+            training = _started(job, folder, workers)
         except DIVERGENCES as error:
             return _end(folder, None, f"diverged at its initialisation: {error}")
         saved = monotonic()
@@ -107,8 +124,12 @@ def carry_out(
                     folder.add(row, training.seconds)
                     watch.on_row(row, training.seconds)
                 watch.on_update(training)
-                stopped = watch.stopped() and not training.ended
-                if stopped or monotonic() - saved >= checkpoint_seconds:
+                stopped = workers.any(watch.stopped()) and not training.ended
+                if workers.alone:
+                    due = monotonic() - saved >= checkpoint_seconds
+                else:
+                    due = training.update % job.checkpoints == 0
+                if stopped or due:
                     folder.save(training.state_dict())
                     saved = monotonic()
                 if stopped:
@@ -118,9 +139,9 @@ def carry_out(
         return _end(folder, training, None)
 
 
-def _started(job: Job, folder: RunFolder) -> Training:
+def _started(job: Job, folder: RunFolder, workers: Workers) -> Training:
     state = folder.restore()
-    training = job.begin()
+    training = job.begin(workers)
     if state is None:
         folder.keep(job.task.keepsakes(training.model))
     else:

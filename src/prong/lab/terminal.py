@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
-def make_console() -> Console:
-    """Standard output, wide enough for tables where it is no terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
+def make_console(quiet: bool = False) -> Console:
+    """Standard output, wide enough for tables where it is no terminal; or nothing at all."""
+    console = Console(quiet=quiet)
+    return console if console.is_terminal else Console(width=160, quiet=quiet)
 
 
 @contextmanager
@@ -34,10 +34,10 @@ def announce(console: Console, **files: Path | None) -> None:
             console.print(f"{what}: {path}", highlight=False, soft_wrap=True)
 
 
-def at_least(least: int, **options: int | Iterable[int]) -> None:
+def at_least(least: int, **options: float | Iterable[int]) -> None:
     """Leave with one line if an option, or one of its values, is smaller."""
     for name, given in options.items():
-        for value in [given] if isinstance(given, int) else given:
+        for value in [given] if isinstance(given, int | float) else given:
             if value < least:
                 raise SystemExit(f"--{name.replace('_', '-')} is at least {least}, got {value}")
 

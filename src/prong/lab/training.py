@@ -14,8 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+import prong
+from prong.distributed.workers import ALONE, Workers
 from prong.lab.data import PIXELS
-from prong.lab.methods import Trains, optimizers_of
+from prong.lab.methods import Refreshed, Trains, optimizers_of
+from prong.lab.parallel import distributed
 from prong.lab.tasks.base import Divergence, Task, Wanted, batches
 
 # Of a loss or an error; of statistics or factorisations that met NaN first.
@@ -110,7 +113,7 @@ def minibatches(examples: Tensor, size: int, seed: int) -> Iterator[Tensor]:
 
 
 class Training:
-    """A model on its way.
+    """A model on its way, with one worker or several: each sees its part of every minibatch.
 
     Attributes:
         update: how many have been made.
@@ -119,8 +122,17 @@ class Training:
         ended: whether nothing comes any more.
     """
 
-    def __init__(self, task: Task, model: nn.Module, optimizer: Trains, plan: Plan, seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        optimizer: Trains,
+        plan: Plan,
+        seconds: float = 0.0,
+        workers: Workers = ALONE,
+    ) -> None:
         self.task, self.model, self.optimizer, self.plan = task, model, optimizer, plan
+        self._workers, self._forward = workers, distributed(model, workers)
         self.update, self.seconds, self.loss, self.ended = 0, seconds, math.nan, False
         self._points = set(plan.evaluation_points())
         self._begun = False
@@ -158,13 +170,14 @@ class Training:
                 group["lr"] = rate * self.plan.rate(self.update)
         if self._batches is None:
             self._batches = batches(self.task, self._order.onwards(self.update))
-        x, y = next(self._batches)
+        with self._workers.together():
+            x, y = next(self._batches)
         self.update += 1
         self.optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.plan.bf16):
-            outputs = self.model(x)
+        with self._autocast():
+            outputs = self._forward(x)
         loss = self.task.loss(outputs.float() if self.plan.bf16 else outputs, y)
-        value = loss.item()
+        value = self._workers.total({"loss": loss.item()})["loss"] / self._workers.size
         if not math.isfinite(value):
             raise Divergence(f"the loss is {value}")
         loss.backward()  # type: ignore[no-untyped-call]
@@ -179,7 +192,8 @@ class Training:
         Raises:
             Divergence: one of them is not finite.
         """
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.plan.bf16):
+        self._workers.broadcast_(list(self.model.buffers()))()  # batch norm's are each worker's own
+        with self._autocast():
             measures = self.task.measure(self.model, self.plan.evaluated)
         row = {"update": self.update, "epoch": self.update / self._order.per_epoch}
         row["lr"] = self.optimizer.param_groups[0]["lr"]
@@ -192,7 +206,9 @@ class Training:
         return {**row, **measures}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on as if nothing had happened."""
+        """All that is needed to go on as if nothing had happened, the same for all workers."""
+        if not self._workers.alone and isinstance(self.optimizer, prong.PRONG | Refreshed):
+            self.optimizer.refresher.synchronize()
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -216,6 +232,9 @@ class Training:
             waterfall.load_state_dict(saved)
         torch.set_rng_state(state["random"])
         self._batches = None
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._workers.device.type, torch.bfloat16, enabled=self.plan.bf16)
 
 
 @dataclass(frozen=True)

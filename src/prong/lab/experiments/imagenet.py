@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from prong.lab.experiments.cifar10 import has_bf16
 from prong.lab.experiments.common import Common, Flat, Start, Tuned, given, make_job, source_of
@@ -11,6 +12,7 @@ from prong.lab.experiments.perform import perform
 from prong.lab.inception import inception
 from prong.lab.jobs import Job
 from prong.lab.methods import Schedule
+from prong.lab.parallel import count, with_workers
 from prong.lab.tasks.photographs import SIZE, Photographs
 from prong.lab.terminal import at_least
 from prong.lab.training import Anneal, Plan
@@ -57,6 +59,11 @@ class Options(Common):
         unreadable: the share of all photographs that may be unreadable before a run stops.
         bf16: forwards in bfloat16; by default where the processor has units for it.
         channels_last: the layout of pictures in memory.
+        workers: processes that make every run together, each with its part of every minibatch; on several machines
+            `torchrun ... -m prong.lab run imagenet` begins them instead.
+        checkpoints: updates between these where there are several workers; with one there is one every minute.
+        restarts: how often all workers begin again from the last checkpoint because one has died.
+        timeout: seconds that workers wait for each other before they give up and count as dead.
     """
 
     epochs: int = 30
@@ -78,18 +85,25 @@ class Options(Common):
     unreadable: float = 0.01
     bf16: bool | None = None
     channels_last: bool = True
+    workers: int = 1
+    checkpoints: int = 100
+    restarts: int = 3
+    timeout: float = 600.0
 
 
 def main(options: Flat[Options]) -> None:
     """Train Inception on photographs in folders with several methods, and record their errors."""
-    perform(NAME, jobs(options), options)
+    made = jobs(options)
+    with_workers(options.workers, options.restarts, options.timeout, partial(perform, NAME, made, options))
 
 
 def jobs(options: Options) -> list[Job]:
     """The runs."""
     options.check()
     at_least(1, epochs=options.epochs, batch=options.batch, period=options.period)
+    at_least(1, workers=options.workers, checkpoints=options.checkpoints, timeout=options.timeout)
     at_least(0, held_out=options.held_out, readers=options.readers, patience=options.patience)
+    at_least(0, restarts=options.restarts)
     at_least(SMALLEST, size=options.size)
     if not 0 <= options.unreadable < 1:
         raise SystemExit(f"--unreadable is a share, from 0 to less than 1, got {options.unreadable}")
@@ -106,6 +120,11 @@ def jobs(options: Options) -> list[Job]:
     batch = min(options.batch, 32) if options.quick else options.batch
     if task.count < batch:
         raise SystemExit(f"--batch is at most the {task.count} photographs that are trained on, got {batch}")
+    workers = count(options.workers)
+    if batch % workers:
+        raise SystemExit(f"--batch is split evenly over {workers} workers, got {batch}")
+    if workers > 1 and options.jobs is not None:
+        raise SystemExit("--jobs makes runs side by side, several workers make each together: choose one of them")
     samples = options.samples or max(1, round(0.1 * options.period)) * batch
     changes = given(lr=options.lr, momentum=options.momentum, eps=options.eps, weight_decay=options.weight_decay)
     made = []
@@ -123,7 +142,7 @@ def jobs(options: Options) -> list[Job]:
         )
         for key in options.chosen(QUICK_METHODS if options.quick else tuple(TUNED)):
             tuned = TUNED.get(key, Tuned({}))
-            made.append(
-                make_job(NAME, task, key, tuned, Schedule(options.period, samples), plan, changes, options.start)
-            )
+            schedule = Schedule(options.period, samples)
+            job = make_job(NAME, task, key, tuned, schedule, plan, changes, options.start)
+            made.append(replace(job, workers=workers, checkpoints=options.checkpoints))
     return made

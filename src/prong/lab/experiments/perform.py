@@ -14,40 +14,46 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from prong.distributed.workers import ALONE, Workers
 from prong.lab.events import Events
 from prong.lab.experiments.common import Common
 from prong.lab.folders import FolderInUseError, RunFolder
 from prong.lab.interrupts import Stop
 from prong.lab.jobs import Job, Row, Watch, carry_out
+from prong.lab.parallel import by_first
 from prong.lab.pool import side_by_side
-from prong.lab.reading import ReaderDiedError
 from prong.lab.record import ForeignRecordError
 from prong.lab.terminal import make_console
 from prong.lab.training import Training
-from prong.lab.unreadable import TooManyUnreadableError
 
 QUIET_SECONDS = 10.0  # between lines, where there is no terminal
 
 
-def perform(experiment: str, jobs: Sequence[Job], options: Common) -> None:
-    """Make all runs of an experiment that are not made yet, and say where they are.
+def perform(experiment: str, jobs: Sequence[Job], options: Common, workers: Workers = ALONE) -> None:
+    """Make all runs of an experiment that are not made yet, and say where they are. Of several workers one speaks.
 
     Raises:
         SystemExit: something is in the way; one line says what. Runs that were made so far are kept.
     """
-    root, console = options.folder(experiment), make_console()
+    root, console = options.folder(experiment), make_console(quiet=workers.rank > 0)
+    if options.tensorboard:
+        Events.require()
     try:
-        _check(jobs, root, options)
+        by_first(workers, lambda: _check(jobs, root, options))
         console.print(f"{jobs[0].task.source}; {len(jobs)} runs in {root}", highlight=False, soft_wrap=True)
-        outcomes = _outcomes(jobs, root, options, console)
-    except (ForeignRecordError, FolderInUseError, TooManyUnreadableError, ReaderDiedError) as error:
+        outcomes = _outcomes(jobs, root, options, console, workers)
+    except (ForeignRecordError, FolderInUseError) as error:
         raise SystemExit(str(error)) from error
     except OSError as error:
+        if error.errno is None:  # our own, of photographs that cannot be read
+            raise SystemExit(str(error)) from error
         where = error.filename or root
         raise SystemExit(f"{where} cannot be written: {error.strerror}. The same command goes on from here.") from error
     except KeyboardInterrupt:
         console.print("Stopped. The same command goes on from here.", highlight=False)
         raise SystemExit(130) from None
+    if workers.rank > 0:
+        return
     console.print(_table(jobs, outcomes, root))
     for job in jobs:
         if outcomes[job.name]["failure"]:
@@ -57,8 +63,6 @@ def perform(experiment: str, jobs: Sequence[Job], options: Common) -> None:
 
 def _check(jobs: Sequence[Job], root: Path, options: Common) -> None:
     """Refuse folders of other configurations before the first run begins."""
-    if options.tensorboard:
-        Events.require()
     for job in jobs:
         folder = RunFolder(root / job.name)
         if not options.resume and folder.path.exists():
@@ -66,11 +70,14 @@ def _check(jobs: Sequence[Job], root: Path, options: Common) -> None:
         folder.check(job.config())
 
 
-def _outcomes(jobs: Sequence[Job], root: Path, options: Common, console: Console) -> dict[str, Mapping[str, Any]]:
+def _outcomes(
+    jobs: Sequence[Job], root: Path, options: Common, console: Console, workers: Workers
+) -> dict[str, Mapping[str, Any]]:
     if options.jobs is None:
         torch.set_flush_denormal(True)  # sigmoid units make denormal numbers, which are slow
         with Stop() as stop, Shown(console, jobs) as shown:
-            return {job.name: _run(job, root, options.tensorboard, stop.is_asked, shown.watch(job)) for job in jobs}
+            written = options.tensorboard and workers.rank == 0
+            return {job.name: _run(job, root, written, stop.is_asked, shown.watch(job), workers) for job in jobs}
     by_name, waiting = {job.name: job for job in jobs}, {job.name for job in jobs}
     outcomes: dict[str, Mapping[str, Any]] = {}
 
@@ -94,7 +101,9 @@ def _run_aside(job: Job, root: Path, tensorboard: bool) -> Mapping[str, Any]:
         return _run(job, root, tensorboard, stop.is_asked, Watch())
 
 
-def _run(job: Job, root: Path, tensorboard: bool, stopped: Callable[[], bool], watch: Watch) -> Mapping[str, Any]:
+def _run(
+    job: Job, root: Path, tensorboard: bool, stopped: Callable[[], bool], watch: Watch, workers: Workers = ALONE
+) -> Mapping[str, Any]:
     folder = RunFolder(root / job.name)
     with ExitStack() as stack:
         events = stack.enter_context(Events(folder.path / "tensorboard")) if tensorboard else None
@@ -104,7 +113,7 @@ def _run(job: Job, root: Path, tensorboard: bool, stopped: Callable[[], bool], w
             if events is not None:
                 events.add(row, seconds)
 
-        return carry_out(job, folder, Watch(watch.on_update, on_row, stopped))
+        return carry_out(job, folder, Watch(watch.on_update, on_row, stopped), workers=workers)
 
 
 class Shown:

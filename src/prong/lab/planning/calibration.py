@@ -20,14 +20,16 @@ from prong.lab.planning.machines import Machine, from_record
 from prong.lab.planning.prediction import Prediction, Setting, predict
 from prong.lab.planning.sheets import milliseconds, size
 from prong.lab.planning.subjects import subject
-from prong.lab.planning.trials import CLOSED, OPEN, REFRESH, SAMPLES, SGD
+from prong.lab.planning.trials import CLOSED, OPEN, REFRESH, SAMPLES, SGD, WHOLE
 from prong.lab.record import provenance, read_json, write_json
 from prong.lab.terminal import at_least, make_console, progress, writable
 
 NAME = "plan"
 CHECKS = ("autoencoder", "mlp:512x4", "cifar10", "transformer:128x2")
+COMPARED = "autoencoder"  # whose refresh is timed with its statistics too, and whose updates with others'
 BATCHES = {"autoencoder": 128, "mlp:512x4": 256, "cifar10": 16, "transformer:128x2": 16}
 NUMBERS = 1 << 24  # in each of two tensors that are added: more than caches hold
+PERIOD = 1000
 PATIENCE = 1800  # seconds, for all that one number of processes has to do
 
 
@@ -71,7 +73,7 @@ def main(
         at_least(max(processes), batch=batches[name])
     writable(json=json)
     config = {"processes": processes, "widths": widths, "channels": channels, "messages": messages, "numbers": numbers}
-    config |= {"checks": list(batches.items()), "repetitions": repetitions, "samples": SAMPLES}
+    config |= {"checks": list(batches.items()), "repetitions": repetitions, "samples": SAMPLES, "whole": [COMPARED]}
     record: dict[str, Any] = {"bench": NAME, "config": config, **provenance(), "rows": []}
     record["environment"]["threads"] = 1
     console = make_console()
@@ -124,15 +126,16 @@ def comparisons(record: Mapping[str, Any]) -> list[tuple[str, int, str, float, f
         model, workers = row["model"], row["workers"]
         if (model, workers) not in known:
             traced = look(subject(model), -(-row["batch"] // workers), "float32")
-            setting = Setting(workers, 1000, record["config"]["samples"], "float32")
+            setting = Setting(workers, PERIOD, record["config"]["samples"], "float32")
             known[model, workers] = foretold(predict(traced, machine, setting))
-        found.append((model, workers, row["phase"], known[model, workers][row["phase"]], took(row)))
+        if row["phase"] != WHOLE:
+            found.append((model, workers, row["phase"], known[model, workers][row["phase"]], took(row)))
     return found
 
 
 def sheets(record: Mapping[str, Any]) -> list[Sheet]:
-    """The constants, and what they foretell beside what was measured."""
-    return [_constants(from_record(record), record), _check(record)]
+    """The constants, what they foretell beside what was measured, and what several processes gain."""
+    return [_constants(from_record(record), record), _check(record), _gain(record)]
 
 
 def _constants(machine: Machine, record: Mapping[str, Any]) -> Sheet:
@@ -163,6 +166,26 @@ def _check(record: Mapping[str, Any]) -> Sheet:
     note = f"Training that the constants were not fitted to. {error([p / m for *_, p, m in compared])}"
     headings = ("model", "processes", "what", "predicted, ms", "measured, ms", "ratio")
     return Sheet("predicted and measured", headings, rows, note, words=3)
+
+
+def _gain(record: Mapping[str, Any]) -> Sheet:
+    """Times of several processes over those of one, for the same minibatch and the same samples."""
+    times: dict[int, dict[str, float]] = {}
+    for row in chosen(record["rows"], "check"):
+        if row["model"] == COMPARED:
+            times.setdefault(row["workers"], {})[row["phase"]] = took(row)
+            batch = row["batch"]
+    rows = []
+    for workers, of in times.items():
+        if workers > 1:
+            opened = record["config"]["samples"] / batch
+            sgd, whole = (of[part] / times[1][part] for part in (SGD, WHOLE))
+            all_in = [t[CLOSED] + (opened * (t[OPEN] - t[CLOSED]) + t[REFRESH]) / PERIOD for t in (of, times[1])]
+            ours = all_in[0] / all_in[1]
+            rows.append([str(workers), f"{whole:.2f}", f"{sgd:.2f}", f"{ours:.2f}", f"{sgd / ours:.2f}"])
+    headings = ("processes", WHOLE, "update, SGD", "update, PRONG", "PRONG's throughput, SGD's scaling = 1")
+    note = f"Times those of one process, one thread each. An update of PRONG is all-in, at a period of {PERIOD:,}."
+    return Sheet(f"{COMPARED}: several processes beside one", headings, rows, note)
 
 
 def error(ratios: Sequence[float]) -> str:

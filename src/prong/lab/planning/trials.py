@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from prong.lab.bench.phases import HORIZON, Phases
 from prong.lab.planning.subjects import subject
 
 SGD, CLOSED, OPEN, REFRESH = PARTS = ("SGD", "PRONG", "PRONG in a window", "refresh")
+WHOLE = "refresh with its statistics"
 LR, EPS = 1e-7, 3e-2  # a rate so small that nothing diverges: what is timed is the arithmetic
 SAMPLES = 12_800
 UPDATES = 4  # timed at once
@@ -35,6 +37,7 @@ class Trial:
         what = subject(name)
         torch.manual_seed(0)
         self._inputs = torch.randn(examples, *what.example)
+        self._examples = examples * dist.get_world_size()
         plain, whitened = what.make(), what.make()
         sgd = torch.optim.SGD(plain.parameters(), LR, momentum=0.9)
         natural = prong.PRONG(whitened, LR, eps=EPS, period=HORIZON, samples=SAMPLES)
@@ -50,6 +53,9 @@ class Trial:
 
     def phase(self, name: str) -> tuple[Work, Work | None, int]:
         """What is timed, what has to happen before, and how many updates or refreshes it is."""
+        if name == WHOLE:
+            batches = [self._inputs] * math.ceil(SAMPLES / self._examples)
+            return partial(self._phases.refresher.refresh, batches), None, 1
         if name == REFRESH:
             return self._phases.refresh, self._fill, 1
         update = self._sgd if name == SGD else self._prong

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from prong.lab.bench.refresh import correlated_rows, gather
 from prong.lab.planning import costs
-from prong.lab.planning.trials import PARTS, Trial
+from prong.lab.planning.trials import PARTS, WHOLE, Trial
 from prong.lab.record import read_json, write_json
 from prong.whitening import whiten
 
@@ -126,7 +126,7 @@ def _trials(models: list[tuple[str, int]], wanted: Any, part: str) -> list[dict[
     rows = []
     for name, batch in models:
         trial = Trial(name, -(-batch // dist.get_world_size()))
-        for phase in PARTS:
+        for phase in (*PARTS, *([WHOLE] if name in wanted["whole"] else [])):
             work, prepare, count = trial.phase(phase)
             seconds = [t / count for t in slowest(work, wanted["repetitions"], prepare)]
             rows.append(_row(part, seconds, model=name, batch=batch, phase=phase))

@@ -10,6 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from prong.distributed.workers import Workers
+
 INITIAL = 5000  # training examples behind a whitened initialisation
 Wanted = tuple[Tensor, torch.Generator]  # numbers of examples, and what is random in them
 
@@ -63,8 +65,8 @@ class Reading(Protocol):
     def stream(self, requests: Iterable[Wanted]) -> Iterator[tuple[Tensor, Tensor]]:
         """What `batch` would give for each of these, read ahead; there is no end of them."""
 
-    def within(self, folder: Path) -> Task:
-        """The task of a run in that folder, to which it may add files."""
+    def within(self, folder: Path, workers: Workers) -> Task:
+        """The task of a run in that folder, to which the first worker may add files; each has its part of the data."""
 
 
 def batches(task: Task, requests: Iterable[Wanted]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from prong.distributed.workers import ALONE, Workers
 from prong.lab.datasets.shelf import data_folder
 from prong.lab.inception import inception
 from prong.lab.photographs import Album, Listing, find_photographs
@@ -41,6 +42,7 @@ class Photographs:
         unreadable: the share of all photographs that may be so.
         channels_last: the layout of pictures and kernels in memory.
         told: the unreadable ones that a run has met.
+        workers: of which this one has its part of all photographs.
     """
 
     make: Callable[..., nn.Module] = inception
@@ -51,6 +53,7 @@ class Photographs:
     unreadable: float = 0.01
     channels_last: bool = True
     told: Unreadable | None = field(default=None, compare=False)
+    workers: Workers = field(default=ALONE, compare=False)
     watched: ClassVar[str] = "validation_error"
 
     @property
@@ -68,7 +71,7 @@ class Photographs:
 
     def build(self, batch_norm: bool = False) -> nn.Module:
         """A new model."""
-        model = self.make(batch_norm=batch_norm, classes=len(self._album().classes))
+        model = self.make(batch_norm=batch_norm, classes=len(self._album().classes)).to(self.workers.device)
         return model.to(memory_format=torch.channels_last) if self.channels_last else model  # type: ignore[call-overload]
 
     def batch(self, chosen: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -82,7 +85,7 @@ class Photographs:
             TooManyUnreadableError: that.
         """
         training = self._parts()["training"]
-        wanted = (Request(tuple(chosen.tolist()), generator.initial_seed()) for chosen, generator in requests)
+        wanted = (Request(tuple(self._part(c.tolist())), generator.initial_seed()) for c, generator in requests)
         return self._read(training, wanted)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -99,36 +102,42 @@ class Photographs:
             some = spread(len(listing), evaluated) if part == "training" else slice(None)
             for name, value in self._errors(model, listing, range(len(listing))[some]).items():
                 measures[f"{part.replace('training', 'train')}_{name}"] = value
+        if self.told is not None:
+            for met in self.workers.meet(self.told.met):
+                self.told.add(met)
         return require_finite(measures)
 
     def initial_batches(self) -> Sequence[Tensor]:
         """Central views of photographs of all classes, read when they are asked for."""
         training = self._parts()["training"]
-        numbers = range(len(training))[spread(len(training), INITIAL)]
+        numbers = self._part(range(len(training))[spread(len(training), INITIAL)])
         return Lazy(lambda: [x for x, _ in self._read(training, _chunks(numbers))])
 
     def keepsakes(self, model: nn.Module) -> Mapping[str, Any]:
         """Nothing."""
         return {}
 
-    def within(self, folder: Path) -> Photographs:
-        """The same for a run in that folder, where it names unreadable files."""
-        return replace(self, told=self._none_told(folder / FILE))
+    def within(self, folder: Path, workers: Workers) -> Photographs:
+        """The same for one of the workers of a run in that folder, where the first names unreadable files."""
+        told = self._none_told(folder / FILE if workers.rank == 0 else None, quiet=workers.rank > 0)
+        return replace(self, told=told, workers=workers)
 
     @torch.no_grad()
     def _errors(self, model: nn.Module, listing: Listing, numbers: Sequence[int]) -> dict[str, float]:
         model.eval()
-        sums = {"error": 0.0, "top5_error": 0.0, "cross_entropy": 0.0}
-        count = 0
-        for x, y in self._read(listing, _chunks(numbers)):
-            logits = model(x).float()
-            guesses = logits.topk(min(5, logits.shape[1])).indices
-            right = guesses == y[:, None]
-            sums["error"] += len(y) - right[:, 0].sum().item()
-            sums["top5_error"] += len(y) - right.any(1).sum().item()
-            sums["cross_entropy"] += F.cross_entropy(logits, y, reduction="sum").item()
-            count += len(y)
+        sums = {"error": 0.0, "top5_error": 0.0, "cross_entropy": 0.0, "count": 0.0}
+        with self.workers.together():
+            for x, y in self._read(listing, _chunks(self._part(numbers))):
+                logits = model(x).float()
+                guesses = logits.topk(min(5, logits.shape[1])).indices
+                right = guesses == y[:, None]
+                sums["error"] += len(y) - right[:, 0].sum().item()
+                sums["top5_error"] += len(y) - right.any(1).sum().item()
+                sums["cross_entropy"] += F.cross_entropy(logits, y, reduction="sum").item()
+                sums["count"] += len(y)
         model.train()
+        sums = self.workers.total(sums)
+        count = sums.pop("count")
         if not count:
             raise TooManyUnreadableError(f"not one of the photographs in {listing.folder} can be read. Mend them.")
         return {name: value / count for name, value in sums.items()}
@@ -138,15 +147,20 @@ class Photographs:
         viewer = Viewer(listing, self.size, told.allowed)
         for views in read(viewer, requests, self.readers):
             told.add(views.unreadable)
-            yield self._prepared(views.pictures), views.labels
+            yield self._prepared(views.pictures), views.labels.to(self.workers.device)
 
-    def _none_told(self, file: Path | None = None) -> Unreadable:
-        return Unreadable(sum(len(part) for part in self._parts().values()), self.unreadable, file)
+    def _part(self, numbers: Sequence[int]) -> Sequence[int]:
+        """Those of this worker."""
+        return numbers[self.workers.rank :: self.workers.size]
+
+    def _none_told(self, file: Path | None = None, quiet: bool = False) -> Unreadable:
+        return Unreadable(sum(len(part) for part in self._parts().values()), self.unreadable, file, quiet)
 
     def _prepared(self, pictures: Tensor) -> Tensor:
         """Pictures (n, 3, h, w) of bytes, normalised."""
-        mean, deviation = (torch.tensor(x).view(1, 3, 1, 1) for x in (MEAN, DEVIATION))
-        x = pictures.float().sub_(mean).div_(deviation)
+        device = self.workers.device
+        mean, deviation = (torch.tensor(x, device=device).view(1, 3, 1, 1) for x in (MEAN, DEVIATION))
+        x = pictures.to(device).float().sub_(mean).div_(deviation)
         return x.contiguous(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
 
     def _folder(self) -> Path:

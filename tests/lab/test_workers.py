@@ -1,0 +1,227 @@
+"""Several workers make a run together: as one would, whatever happens to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from prong.lab.folders import CHECKPOINT, RunFolder, run_folders
+from tests.lab.pictures import make_album, spoil
+from tests.lab.test_experiments import refused, wait_for
+from tests.lab.test_jobs import assert_same
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--epochs", "5", "--batch", "6", "--size", "32", "--held-out", "2", "--evaluated", "9", "--readers", "0")
+FEW = ("--period", "5", "--samples", "12", "--checkpoints", "3")
+COMPANY = ("-m", "tests.lab.company")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *COMPANY)
+METHODS = ("batchnorm", "prong+")
+SECONDS = 300
+
+
+@pytest.fixture(scope="module")
+def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_album(tmp_path_factory.mktemp("data") / "album", each=14)
+
+
+def command(album: Path, out: Path, *words: str, how: Sequence[str] = COMPANY) -> list[str]:
+    options = ("--data", str(album), "--out", str(out), *SMALL, *FEW, *words)
+    return [sys.executable, *how, "run", "imagenet", "--methods", *METHODS, *options]
+
+
+def begun(words: list[str]) -> subprocess.Popen[str]:
+    """In a process group of its own, as a terminal would begin it."""
+    return subprocess.Popen(
+        words,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def made(words: list[str]) -> subprocess.Popen[str]:
+    run = begun(words)
+    said, trouble = run.communicate(timeout=SECONDS)
+    assert run.returncode == 0, said + trouble
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(album: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of runs of two workers to which nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "runs"
+    made(command(album, folder, "--workers", "2"))
+    return folder
+
+
+def workers_of(launcher: int) -> list[int]:
+    """The processes that a launcher has begun, but for the one that keeps multiprocessing's books."""
+    found = []
+    for child in _children(launcher):
+        words = _file(child, "cmdline").replace("\0", " ")
+        if "spawn_main" in words:
+            found.append(child)
+    return found
+
+
+def _children(process: int) -> list[int]:
+    return [int(word) for word in _file(process, f"task/{process}/children").split()]
+
+
+def _file(process: int, name: str) -> str:
+    try:
+        return (Path("/proc") / str(process) / name).read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def in_session(leader: int) -> list[int]:
+    """All processes that are left of what was begun in a session of its own."""
+    left = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            _, _, after = _file(int(entry.name), "stat").rpartition(") ")
+            fields = after.split()
+            if fields and fields[0] != "Z" and int(fields[3]) == leader:
+                left.append(int(entry.name))
+    return left
+
+
+def assert_nobody_left(leader: int) -> None:
+    deadline = time.monotonic() + 20
+    while in_session(leader):
+        assert time.monotonic() < deadline, [_file(process, "cmdline") for process in in_session(leader)]
+        time.sleep(0.1)
+
+
+def assert_same_runs(one: Path, other: Path) -> None:
+    assert len(run_folders(one)) == len(METHODS)
+    for folder in run_folders(one):
+        assert_same(folder.path, other / folder.path.name)
+
+
+def test_two_workers_train_as_one_with_the_whole_minibatch(undisturbed: Path, album: Path, tmp_path: Path) -> None:
+    """But for batch norm, whose statistics are of a worker's own examples."""
+    made(command(album, tmp_path / "runs"))
+    alone, together = (RunFolder(folder / "prong+-standard-seed0") for folder in (tmp_path / "runs", undisturbed))
+    assert together.config.pop("workers") == 2 and "workers" not in alone.config
+    assert [row["update"] for row in together.rows()] == [0, 6, 12, 18, 24, 30]
+    for row, other in zip(alone.rows(), together.rows(), strict=True):
+        for name in row.keys() - {"seconds"}:
+            assert row[name] == pytest.approx(other[name], rel=1e-4), name
+    ours, others = (torch.load(folder.path / "model.pt") for folder in (alone, together))
+    for name in ours:
+        assert torch.allclose(ours[name], others[name], rtol=1e-4, atol=1e-5), name
+
+
+def test_torchrun_begins_the_same_run(undisturbed: Path, album: Path, tmp_path: Path) -> None:
+    run = begun(command(album, tmp_path / "runs", how=TORCHRUN))
+    said, trouble = run.communicate(timeout=SECONDS)
+    assert run.returncode == 0, said + trouble
+    assert said.count("A page of them: prong report") == 1, "one of them speaks"
+    assert_same_runs(tmp_path / "runs", undisturbed)
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_runs_end_the_same_when_workers_are_killed(kills: int, undisturbed: Path, album: Path, tmp_path: Path) -> None:
+    """At random moments, of a random rank: while they begin, train, measure or write; and nobody is left behind."""
+    seed = random.randrange(10**6)
+    moments, runs, killed = random.Random(seed), 0, 0
+    while killed < kills:
+        folder = tmp_path / f"runs{runs}"
+        run = begun(command(album, folder, "--workers", "2", "--restarts", str(kills)))
+        try:
+            while run.poll() is None:
+                time.sleep(moments.uniform(0.0, 8.0))
+                workers = workers_of(run.pid)
+                if workers and killed < kills:
+                    os.kill(moments.choice(workers), signal.SIGKILL)
+                    killed += 1
+        finally:
+            said, trouble = run.communicate(timeout=SECONDS)
+        assert run.returncode == 0, f"seed {seed}: {said}{trouble}"
+        assert_nobody_left(run.pid)
+        assert_same_runs(folder, undisturbed)
+        runs += 1
+
+
+def test_a_damaged_checkpoint_is_not_used_by_anybody(undisturbed: Path, album: Path, tmp_path: Path) -> None:
+    words = command(album, tmp_path / "runs", "--workers", "2")
+    run = begun(words)
+    folder = RunFolder(tmp_path / "runs" / "prong+-standard-seed0")
+    wait_for(folder.path / "metrics.jsonl", '"update": 12,')
+    os.kill(run.pid, signal.SIGKILL)  # the launcher itself: its workers leave
+    run.communicate(timeout=SECONDS)
+    assert_nobody_left(run.pid)
+    newest = folder.path / CHECKPOINT
+    newest.write_bytes(newest.read_bytes()[:-100])
+    run = begun(words)
+    said, trouble = run.communicate(timeout=SECONDS)
+    assert run.returncode == 0, said + trouble
+    assert trouble.count(f"{newest} is damaged and is not used") == 1
+    assert_same_runs(tmp_path / "runs", undisturbed)
+
+
+def test_interrupted_workers_stop_together_with_one_line(undisturbed: Path, album: Path, tmp_path: Path) -> None:
+    words = command(album, tmp_path / "runs", "--workers", "2")
+    run = begun(words)
+    folder = RunFolder(tmp_path / "runs" / "batchnorm-standard-seed0")
+    wait_for(folder.path / "metrics.jsonl", '"update": 6,')
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does: all hear of it
+    said, trouble = run.communicate(timeout=SECONDS)
+    assert (run.returncode, trouble) == (130, ""), said + trouble
+    assert said.count("Stopped. The same command goes on from here.") == 1
+    assert_nobody_left(run.pid)
+    assert folder.outcome is None and (folder.path / CHECKPOINT).exists()
+    made(words)
+    assert_same_runs(tmp_path / "runs", undisturbed)
+
+
+def test_what_one_worker_cannot_read_ends_all_with_one_line(album: Path, tmp_path: Path) -> None:
+    album = make_album(tmp_path / "album", each=14)
+    spoil(album / "train" / "n01" / "n01_05.JPEG", "truncated")
+    run = begun(command(album, tmp_path / "runs", "--workers", "2", "--restarts", "0"))
+    said, trouble = run.communicate(timeout=SECONDS)
+    assert run.returncode == 1, said + trouble
+    assert trouble.count("1 of 48 photographs cannot be read, more than the 0 allowed") == 1, trouble
+    assert "restart" not in trouble and "Traceback" not in trouble
+    assert_nobody_left(run.pid)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--workers", "4"), "--batch is split evenly over 4 workers, got 6"),
+        (("--workers", "0"), "--workers is at least 1, got 0"),
+        (("--workers", "2", "--jobs", "2"), "choose one of them"),
+        (("--workers", "2", "--checkpoints", "0"), "--checkpoints is at least 1, got 0"),
+        (("--workers", "2", "--timeout", "0"), "--timeout is at least 1, got 0"),
+    ],
+)
+def test_what_workers_cannot_do_is_said_in_one_line(
+    words: tuple[str, ...], message: str, album: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "runs"
+    assert message in refused("run", "imagenet", "--data", str(album), *SMALL, "--out", str(out), *words)
+    assert not out.exists()
+
+
+def test_another_number_of_workers_is_another_run(undisturbed: Path, album: Path) -> None:
+    before = json.dumps(RunFolder(undisturbed / "prong+-standard-seed0").config)
+    run = begun(command(album, undisturbed))
+    said, trouble = run.communicate(timeout=SECONDS)
+    assert run.returncode == 1 and "is of another configuration" in trouble, said + trouble
+    assert json.dumps(RunFolder(undisturbed / "prong+-standard-seed0").config) == before
