@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
 from prong.lab.folders import CHECKPOINT, RunFolder, run_folders
+from tests.lab.hosts import two_hosts
 from tests.lab.pictures import make_album, spoil
 from tests.lab.test_experiments import refused, wait_for
 from tests.lab.test_jobs import assert_same
@@ -133,6 +135,26 @@ def test_torchrun_begins_the_same_run(undisturbed: Path, album: Path, tmp_path: 
     assert run.returncode == 0, said + trouble
     assert said.count("A page of them: prong report") == 1, "one of them speaks"
     assert_same_runs(tmp_path / "runs", undisturbed)
+
+
+def test_two_hosts_make_the_same_run_and_one_of_them_keeps_it(undisturbed: Path, album: Path, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(two_hosts())
+        except PermissionError as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].address}:29400")
+        runs = []
+        for host in hosts:
+            own = ("--local-addr", host.address, "--rdzv-conf", f"is_host={int(host is hosts[0])}")
+            torchrun = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meeting, *own)
+            runs.append(host.begin(command(album, tmp_path / host.interface, how=(*torchrun, *COMPANY))))
+        for run in runs:
+            said, trouble = run.communicate(timeout=SECONDS)
+            assert run.returncode == 0, said + trouble
+    kept = [host.interface for host in hosts if (tmp_path / host.interface).exists()]
+    assert len(kept) == 1, "only the first worker writes"
+    assert_same_runs(tmp_path / kept[0], undisturbed)
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])

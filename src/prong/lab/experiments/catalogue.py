@@ -70,7 +70,7 @@ CATALOGUE: Sequence[Entry] = (
         2_300_000.0,
         (
             "prong run imagenet --data ilsvrc2012 --readers 8",
-            "prong run imagenet --data data/tiny-imagenet-20 --size 64 --batch 64 --epochs 10",
+            "prong run imagenet --data data/tiny-imagenet-20 --size 64 --batch 64 --epochs 10 --workers 2",
             "prong run imagenet --data data/tiny-imagenet-20 --quick",
         ),
     ),
