@@ -16,7 +16,7 @@ import torch
 from matplotlib.image import imread
 from rich.console import Console
 
-from prong.lab.bench import compiled, document, options, pace, refresh, scaling, spaces, step_cost, watching
+from prong.lab.bench import compiled, document, options, pace, profile, refresh, scaling, spaces, step_cost, watching
 from prong.lab.bench.contest import SETTINGS
 from prong.lab.page.runs import gather
 from prong.lab.terminal import progress
@@ -26,6 +26,7 @@ from tests.lab.tiny import tiny_autoencoder
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 COMMANDS = {
     "step-cost": "--tasks autoencoder --batches 16 --methods PRONG Adam --repetitions 2 --samples 64 --block 2",
+    "profile": "--batches 8 --methods PRONG --repetitions 2 --block 1",
     "refresh": "--max-width 128 --samples 100 --batch 32 --repetitions 2",
     "spaces": "--width 16 --channels 8 --map-size 4 --repetitions 2",
     "options": "--options cutoff=1 period=auto --updates 2 --seeds 0",
@@ -90,6 +91,18 @@ def test_step_cost_prints_and_records_every_part_of_every_method(runs: Runs) -> 
     assert all(
         word in shown for word in ("autoencoder, batch 16", "PRONG", "Adam", "times SGD", "1.00", "Medians of 2")
     )
+
+
+def test_profile_prints_and_records_where_the_time_goes(runs: Runs) -> None:
+    """And counts the operations of products: forwards, and gradients of weights and of all inputs but the first."""
+    record = runs.record("profile")
+    assert [row["method"] for row in record["rows"]] == ["PRONG", "SGD"] * 2
+    for row in record["rows"]:
+        assert list(row["ms"]) == list(profile.PARTS) and min(row["ms"].values()) > 0
+    weights = 2_837_314 - sum((1000, 500, 250, 30, 250, 500, 1000, 784))
+    assert record["rows"][1]["gigaflops"] == pytest.approx(2 * 8 * (3 * weights - 784 * 1000) / 1e9)
+    assert record["rows"][0]["gigaflops"] > record["rows"][1]["gigaflops"]
+    assert "where the time of an update goes" in runs.printed["profile"]
 
 
 def test_refresh_prints_and_records_every_part_at_every_width(runs: Runs) -> None:
@@ -258,6 +271,8 @@ def test_a_page_that_cannot_be_filled_is_an_error_and_stays(runs: Runs, tmp_path
         (options.main, {"seeds": ()}, "--options and --seeds name one or more"),
         (watching.main, {"batches": ()}, "--batches are one or more"),
         (compiled.main, {"block": 0}, "--block is at least 1"),
+        (profile.main, {"batches": (8, 0)}, "--batches is at least 1"),
+        (profile.main, {"methods": ("Sgd",)}, "--methods knows no 'Sgd'"),
         (compiled.main, {"methods": ("Sgd",)}, "--methods knows no 'Sgd'"),
         (refresh.main, {"max_width": 63}, "--max-width is at least 64, got 63"),
         (refresh.main, {"samples": ()}, "--samples needs a number"),

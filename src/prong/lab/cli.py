@@ -96,6 +96,11 @@ BENCH = Group(
             "Activation space against gradient space: the backward of one layer in both.",
             ("prong bench spaces --json results/spaces.json", "prong bench spaces --width 256 --repetitions 3"),
         ),
+        "profile": Command(
+            "prong.lab.bench.profile:main",
+            "Where the time of an update goes.",
+            ("prong bench profile --json results/profile.json", "prong bench profile --methods PRONG --batches 128"),
+        ),
         "compiled": Command(
             "prong.lab.bench.compiled:main",
             "What torch.compile makes of an update.",

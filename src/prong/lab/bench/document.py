@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prong.lab.bench import compiled, options, refresh, scaling, spaces, standings, step_cost, watching
+from prong.lab.bench import compiled, options, profile, refresh, scaling, spaces, standings, step_cost, watching
 from prong.lab.bench.sheets import Sheet, as_markdown, origin
 from prong.lab.documentation import read_page, replace_section, write_changed
 from prong.lab.terminal import make_console
@@ -36,6 +36,7 @@ class Section:
 
 SECTIONS = (
     Section("step-cost", step_cost.sheets, None, "prong bench step-cost --json results/step-cost.json"),
+    Section("profile", profile.sheets, None, "prong bench profile --json results/profile.json"),
     Section("refresh", refresh.sheets, refresh.picture, "prong bench refresh --json results/refresh.json"),
     Section("scaling", scaling.sheets, scaling.picture, "prong bench scaling --json results/scaling.json"),
     Section("spaces", spaces.sheets, None, "prong bench spaces --json results/spaces.json"),
