@@ -205,6 +205,14 @@ def test_test_errors_are_those_where_validation_was_best(tmp_path: Path) -> None
     assert alike.ours.startswith("PRONG 3.00 times, batch norm 1.50 times fewer updates to SGD's 30.00 %")
 
 
+def test_being_ahead_at_first_is_judged_after_a_quarter_of_all_updates(tmp_path: Path) -> None:
+    for method, values in (("batchnorm", (0.9, 0.46, 0.3)), ("prong+", (0.95, 0.36, 0.31))):
+        rows = [{"update": k, "validation_error": error} for k, error in zip((10, 25, 100), values, strict=True)]
+        write_run(tmp_path, method, rows, experiment="imagenet")
+    early = judged(tmp_path, "faster than batch norm at first")
+    assert early == Finding("PRONG+ 36.0 %, batch norm 46.0 % after 25 updates; 1 seed", "holds")
+
+
 def test_imagenet_has_its_place(tmp_path: Path) -> None:
     for method, validation in (("batchnorm", 0.286), ("prong+", 0.289), ("nesterov", 0.321)):
         write_run(tmp_path, method, [{"update": 10, "validation_error": validation}], experiment="imagenet")
