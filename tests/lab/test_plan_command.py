@@ -21,7 +21,7 @@ from prong.lab.planning.command import look, main
 from prong.lab.planning.machines import GPUS, Machine, from_record, machine
 from prong.lab.planning.prediction import Setting, predict
 from prong.lab.planning.subjects import subject
-from prong.lab.planning.trials import PARTS
+from prong.lab.planning.trials import PARTS, WHOLE
 from tests.lab.digits import contents, write_files
 
 A100 = GPUS["a100"]
@@ -206,6 +206,21 @@ def test_the_error_is_that_of_ratios_either_way() -> None:
     assert calibration.error([0.5, 1.0, 1.25]) == "Off by a factor of 1.25 in the median, 2.00 at worst."
 
 
+def test_several_processes_are_shown_beside_one() -> None:
+    """Halves of everything but PRONG's updates: these are not split as well as SGD's."""
+    phases = {"SGD": 2.0, "PRONG": 3.0, "PRONG in a window": 3.0, "refresh": 0.0, WHOLE: 30.0}
+    rows = [
+        {"model": "autoencoder", "batch": 128, "workers": n, "phase": phase, "seconds": [seconds / n]}
+        for n in (1, 2)
+        for phase, seconds in phases.items()
+    ]
+    for row in rows:
+        if row["workers"] == 2 and row["phase"].startswith("PRONG"):
+            row["seconds"] = [1.875]
+    (row,) = calibration._gain(rows, 12_800).rows
+    assert list(row) == ["2", "0.50", "0.50", "0.62", "0.80"]
+
+
 def test_measuring_real_processes_gives_a_machine_and_a_comparison_for_each(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     command = [sys.executable, "-m", "prong.lab.cli", "bench", "plan", "--processes", "1", "2", "--widths", "16", "256"]
@@ -221,6 +236,8 @@ def test_measuring_real_processes_gives_a_machine_and_a_comparison_for_each(tmp_
     assert [(n, part) for _, n, part, _, _ in found] == [(n, part) for n in (1, 2) for part in PARTS]
     assert all(predicted > 0 and seen > 0 for *_, predicted, seen in found)
     assert "predicted and measured" in done.stdout and "Off by a factor of" in done.stdout
+    assert "mlp:16x2: several processes beside one" in done.stdout
+    assert [row["workers"] for row in record["rows"] if row.get("phase") == WHOLE] == [1, 2]
     fitted = from_record(record)
     assert fitted.source == "measured" and set(fitted.crowding) == {"1", "2"}
     main("mlp:16x2", workers=2, device=str(file))
@@ -259,7 +276,12 @@ def test_the_page_is_made_from_the_model_and_from_records(tmp_path: Path) -> Non
     page.main(results=tmp_path, docs=tmp_path)
     text = (tmp_path / page.PAGE).read_text()
     assert text.count("Not measured yet.") == 2 and "four layers of width 16,384" in text
-    record = {"bench": "plan", "config": {"repetitions": 3, "samples": 12_800}, "rows": made_up_rows(), "commit": None}
+    record = {
+        "bench": "plan",
+        "config": {"repetitions": 3, "samples": 12_800, "whole": []},
+        "rows": made_up_rows(),
+        "commit": None,
+    }
     record |= {"machine": asdict(CPU), "environment": {"torch": "0", "threads": 1, "platform": "none"}}
     check = {"part": "check", "workers": 2, "model": "mlp:16x2", "batch": 8, "phase": "SGD", "seconds": [1.0]}
     record["rows"] = [*made_up_rows(), check]

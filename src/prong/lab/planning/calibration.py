@@ -26,10 +26,10 @@ from prong.lab.terminal import at_least, make_console, progress, writable
 
 NAME = "plan"
 CHECKS = ("autoencoder", "mlp:512x4", "cifar10", "transformer:128x2")
-COMPARED = "autoencoder"  # whose refresh is timed with its statistics too, and whose updates with others'
 BATCHES = {"autoencoder": 128, "mlp:512x4": 256, "cifar10": 16, "transformer:128x2": 16}
 NUMBERS = 1 << 24  # in each of two tensors that are added: more than caches hold
 PERIOD = 1000
+ALL_IN = "all-in"
 PATIENCE = 1800  # seconds, for all that one number of processes has to do
 
 
@@ -55,7 +55,8 @@ def main(
         widths: of products and factorisations.
         channels: of convolutions.
         messages: bytes.
-        checks: models, as `prong plan --model` knows them, that are trained for comparison.
+        checks: models, as `prong plan --model` knows them, that are trained for comparison; several processes are
+            compared with one on the first.
         batch: examples per update of these, over all processes, instead of each one's own.
         numbers: that are added to tell how fast memory is.
         repetitions: of every measurement; medians count.
@@ -73,7 +74,12 @@ def main(
         at_least(max(processes), batch=batches[name])
     writable(json=json)
     config = {"processes": processes, "widths": widths, "channels": channels, "messages": messages, "numbers": numbers}
-    config |= {"checks": list(batches.items()), "repetitions": repetitions, "samples": SAMPLES, "whole": [COMPARED]}
+    config |= {
+        "checks": list(batches.items()),
+        "repetitions": repetitions,
+        "samples": SAMPLES,
+        "whole": list(checks[:1]),
+    }
     record: dict[str, Any] = {"bench": NAME, "config": config, **provenance(), "rows": []}
     record["environment"]["threads"] = 1
     console = make_console()
@@ -135,7 +141,9 @@ def comparisons(record: Mapping[str, Any]) -> list[tuple[str, int, str, float, f
 
 def sheets(record: Mapping[str, Any]) -> list[Sheet]:
     """The constants, what they foretell beside what was measured, and what several processes gain."""
-    return [_constants(from_record(record), record), _check(record), _gain(record)]
+    compared = [row for row in chosen(record["rows"], "check") if row["model"] in record["config"]["whole"]]
+    gain = [_gain(compared, record["config"]["samples"])] if compared else []
+    return [_constants(from_record(record), record), _check(record), *gain]
 
 
 def _constants(machine: Machine, record: Mapping[str, Any]) -> Sheet:
@@ -168,24 +176,22 @@ def _check(record: Mapping[str, Any]) -> Sheet:
     return Sheet("predicted and measured", headings, rows, note, words=3)
 
 
-def _gain(record: Mapping[str, Any]) -> Sheet:
+def _gain(measured: Sequence[Mapping[str, Any]], samples: int) -> Sheet:
     """Times of several processes over those of one, for the same minibatch and the same samples."""
     times: dict[int, dict[str, float]] = {}
-    for row in chosen(record["rows"], "check"):
-        if row["model"] == COMPARED:
-            times.setdefault(row["workers"], {})[row["phase"]] = took(row)
-            batch = row["batch"]
+    for row in measured:
+        times.setdefault(row["workers"], {})[row["phase"]] = took(row)
+    window = samples / measured[0]["batch"]
+    for of in times.values():
+        of[ALL_IN] = of[CLOSED] + (window * (of[OPEN] - of[CLOSED]) + of[REFRESH]) / PERIOD
     rows = []
     for workers, of in times.items():
         if workers > 1:
-            opened = record["config"]["samples"] / batch
-            sgd, whole = (of[part] / times[1][part] for part in (SGD, WHOLE))
-            all_in = [t[CLOSED] + (opened * (t[OPEN] - t[CLOSED]) + t[REFRESH]) / PERIOD for t in (of, times[1])]
-            ours = all_in[0] / all_in[1]
+            whole, sgd, ours = (of[part] / times[1][part] for part in (WHOLE, SGD, ALL_IN))
             rows.append([str(workers), f"{whole:.2f}", f"{sgd:.2f}", f"{ours:.2f}", f"{sgd / ours:.2f}"])
     headings = ("processes", WHOLE, "update, SGD", "update, PRONG", "PRONG's throughput, SGD's scaling = 1")
     note = f"Times those of one process, one thread each. An update of PRONG is all-in, at a period of {PERIOD:,}."
-    return Sheet(f"{COMPARED}: several processes beside one", headings, rows, note)
+    return Sheet(f"{measured[0]['model']}: several processes beside one", headings, rows, note)
 
 
 def error(ratios: Sequence[float]) -> str:
