@@ -1,4 +1,4 @@
-"""`python -m tests.lab.company WORDS`: the `prong` command, with a net so small that workers spend no time on it."""
+"""`python -m tests.lab.company WORDS`: the `prong` command, with a small net, slow enough to be disturbed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 
 from prong.lab.cli import main
 from prong.lab.experiments import imagenet
-from tests.lab.pictures import tiny_net
+from tests.lab.pictures import slow_net
 
 if __name__ == "__main__":
-    imagenet.inception = tiny_net  # type: ignore[assignment]
+    imagenet.inception = slow_net  # type: ignore[assignment]
     main(sys.argv[1:])

@@ -63,5 +63,6 @@ def _ip(*words: str) -> None:
         done = subprocess.run(["ip", *words], capture_output=True, text=True)
     except FileNotFoundError as error:
         raise PermissionError("there is no ip command") from error
-    if done.returncode:
+    if "not permitted" in done.stderr:
         raise PermissionError(done.stderr.strip())
+    assert done.returncode == 0, done.stderr

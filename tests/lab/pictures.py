@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -39,3 +40,14 @@ def tiny_net(batch_norm: bool = False, classes: int = 3) -> nn.Sequential:
     norm = [nn.BatchNorm2d(4)] if batch_norm else []
     pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
     return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), *norm, nn.ReLU(), pool, nn.Linear(4, classes))
+
+
+def slow_net(batch_norm: bool = False, classes: int = 3) -> nn.Sequential:
+    """The same, which takes its time."""
+    net = tiny_net(batch_norm, classes)
+    net.register_forward_pre_hook(_wait)
+    return net
+
+
+def _wait(*_: object) -> None:
+    time.sleep(0.04)

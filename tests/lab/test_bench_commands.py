@@ -94,13 +94,13 @@ def test_step_cost_prints_and_records_every_part_of_every_method(runs: Runs) -> 
 
 
 def test_profile_prints_and_records_where_the_time_goes(runs: Runs) -> None:
-    """And counts the operations of products: forwards, and gradients of weights and of all inputs but the first."""
+    """And counts operations, mostly of products: forwards, and gradients of weights and of all inputs but the first."""
     record = runs.record("profile")
     assert [row["method"] for row in record["rows"]] == ["PRONG", "SGD"] * 2
     for row in record["rows"]:
         assert list(row["ms"]) == list(profile.PARTS) and min(row["ms"].values()) > 0
     weights = 2_837_314 - sum((1000, 500, 250, 30, 250, 500, 1000, 784))
-    assert record["rows"][1]["gigaflops"] == pytest.approx(2 * 8 * (3 * weights - 784 * 1000) / 1e9)
+    assert record["rows"][1]["gigaflops"] == pytest.approx(2 * 8 * (3 * weights - 784 * 1000) / 1e9, rel=0.05)
     assert record["rows"][0]["gigaflops"] > record["rows"][1]["gigaflops"]
     assert "where the time of an update goes" in runs.printed["profile"]
 

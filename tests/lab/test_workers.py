@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,12 +23,40 @@ from tests.lab.test_experiments import refused, wait_for
 from tests.lab.test_jobs import assert_same
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("--epochs", "5", "--batch", "6", "--size", "32", "--held-out", "2", "--evaluated", "9", "--readers", "0")
-FEW = ("--period", "5", "--samples", "12", "--checkpoints", "3")
+SMALL = (
+    "--epochs",
+    "8",
+    "--batch",
+    "6",
+    "--warm-up",
+    "9",
+    "--size",
+    "32",
+    "--held-out",
+    "2",
+    "--evaluated",
+    "9",
+    "--readers",
+    "0",
+)
+FEW = ("--period", "5", "--samples", "12", "--checkpoints", "4")
 COMPANY = ("-m", "tests.lab.company")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *COMPANY)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", *COMPANY)
 METHODS = ("batchnorm", "prong+")
+THREE = ("--workers", "3")  # sums of three depend on their order
 SECONDS = 300
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    """Whatever a test leaves running ends with it."""
+    yield
+    for run in STARTED:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.communicate()
+    STARTED.clear()
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +71,7 @@ def command(album: Path, out: Path, *words: str, how: Sequence[str] = COMPANY) -
 
 def begun(words: list[str]) -> subprocess.Popen[str]:
     """In a process group of its own, as a terminal would begin it."""
-    return subprocess.Popen(
+    run = subprocess.Popen(
         words,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"},
@@ -52,6 +80,8 @@ def begun(words: list[str]) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+    STARTED.append(run)
+    return run
 
 
 def made(words: list[str]) -> subprocess.Popen[str]:
@@ -63,9 +93,9 @@ def made(words: list[str]) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(album: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of runs of two workers to which nothing happens."""
+    """The folder of runs of three workers to which nothing happens."""
     folder = tmp_path_factory.mktemp("undisturbed") / "runs"
-    made(command(album, folder, "--workers", "2"))
+    made(command(album, folder, *THREE))
     return folder
 
 
@@ -115,12 +145,13 @@ def assert_same_runs(one: Path, other: Path) -> None:
         assert_same(folder.path, other / folder.path.name)
 
 
-def test_two_workers_train_as_one_with_the_whole_minibatch(undisturbed: Path, album: Path, tmp_path: Path) -> None:
+def test_three_workers_train_as_one_with_the_whole_minibatch(undisturbed: Path, album: Path, tmp_path: Path) -> None:
     """But for batch norm, whose statistics are of a worker's own examples."""
     made(command(album, tmp_path / "runs"))
     alone, together = (RunFolder(folder / "prong+-standard-seed0") for folder in (tmp_path / "runs", undisturbed))
-    assert together.config.pop("workers") == 2 and "workers" not in alone.config
-    assert [row["update"] for row in together.rows()] == [0, 6, 12, 18, 24, 30]
+    assert together.config.pop("workers") == 3 and "workers" not in alone.config
+    assert [row["update"] for row in together.rows()] == list(range(0, 49, 6))
+    assert len({row["lr"] for row in together.rows()[2:]}) > 1, "the waterfall is in it"
     for row, other in zip(alone.rows(), together.rows(), strict=True):
         for name in row.keys() - {"seconds"}:
             assert row[name] == pytest.approx(other[name], rel=1e-4), name
@@ -145,9 +176,9 @@ def test_two_hosts_make_the_same_run_and_one_of_them_keeps_it(undisturbed: Path,
             pytest.skip(f"no network namespaces here: {error}")
         meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].address}:29400")
         runs = []
-        for host in hosts:
+        for host, workers in zip(hosts, ("1", "2"), strict=True):
             own = ("--local-addr", host.address, "--rdzv-conf", f"is_host={int(host is hosts[0])}")
-            torchrun = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meeting, *own)
+            torchrun = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", workers, *meeting, *own)
             runs.append(host.begin(command(album, tmp_path / host.interface, how=(*torchrun, *COMPANY))))
         for run in runs:
             said, trouble = run.communicate(timeout=SECONDS)
@@ -163,25 +194,50 @@ def test_runs_end_the_same_when_workers_are_killed(kills: int, undisturbed: Path
     seed = random.randrange(10**6)
     moments, runs, killed = random.Random(seed), 0, 0
     while killed < kills:
-        folder = tmp_path / f"runs{runs}"
-        run = begun(command(album, folder, "--workers", "2", "--restarts", str(kills)))
-        try:
-            while run.poll() is None:
-                time.sleep(moments.uniform(0.0, 8.0))
-                workers = workers_of(run.pid)
-                if workers and killed < kills:
-                    os.kill(moments.choice(workers), signal.SIGKILL)
-                    killed += 1
-        finally:
-            said, trouble = run.communicate(timeout=SECONDS)
+        folder, before = tmp_path / f"runs{runs}", killed
+        run = begun(command(album, folder, *THREE, "--restarts", str(kills)))
+        while run.poll() is None and killed < kills:
+            if moments.random() < 0.7:  # while they train, else at any time
+                wait_for_a_row(run, folder)
+            time.sleep(moments.uniform(0.0, 1.0))
+            workers = workers_of(run.pid)
+            if len(workers) == 3:
+                os.kill(moments.choice(workers), signal.SIGKILL)
+                killed += 1
+        said, trouble = run.communicate(timeout=SECONDS)
         assert run.returncode == 0, f"seed {seed}: {said}{trouble}"
+        assert killed == before or "All go on from the last checkpoint, restart" in trouble
         assert_nobody_left(run.pid)
         assert_same_runs(folder, undisturbed)
         runs += 1
 
 
+def wait_for_a_row(run: subprocess.Popen[str], folder: Path) -> None:
+    """One more than there are; or the end."""
+    before = rows_in(folder)
+    while run.poll() is None and rows_in(folder) <= before:
+        time.sleep(0.01)
+
+
+def rows_in(folder: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in folder.rglob("metrics.jsonl"))
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_answer_counts_as_dead(undisturbed: Path, album: Path, tmp_path: Path) -> None:
+    run = begun(command(album, tmp_path / "runs", *THREE, "--timeout", "20"))
+    wait_for_a_row(run, tmp_path / "runs")
+    stopped = workers_of(run.pid)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    said, trouble = run.communicate(timeout=SECONDS)
+    assert run.returncode == 0, said + trouble
+    assert "restart 1" in trouble
+    assert_nobody_left(run.pid)
+    assert_same_runs(tmp_path / "runs", undisturbed)
+
+
 def test_a_damaged_checkpoint_is_not_used_by_anybody(undisturbed: Path, album: Path, tmp_path: Path) -> None:
-    words = command(album, tmp_path / "runs", "--workers", "2")
+    words = command(album, tmp_path / "runs", *THREE)
     run = begun(words)
     folder = RunFolder(tmp_path / "runs" / "prong+-standard-seed0")
     wait_for(folder.path / "metrics.jsonl", '"update": 12,')
@@ -198,7 +254,7 @@ def test_a_damaged_checkpoint_is_not_used_by_anybody(undisturbed: Path, album: P
 
 
 def test_interrupted_workers_stop_together_with_one_line(undisturbed: Path, album: Path, tmp_path: Path) -> None:
-    words = command(album, tmp_path / "runs", "--workers", "2")
+    words = command(album, tmp_path / "runs", *THREE)
     run = begun(words)
     folder = RunFolder(tmp_path / "runs" / "batchnorm-standard-seed0")
     wait_for(folder.path / "metrics.jsonl", '"update": 6,')
@@ -215,10 +271,12 @@ def test_interrupted_workers_stop_together_with_one_line(undisturbed: Path, albu
 def test_what_one_worker_cannot_read_ends_all_with_one_line(album: Path, tmp_path: Path) -> None:
     album = make_album(tmp_path / "album", each=14)
     spoil(album / "train" / "n01" / "n01_05.JPEG", "truncated")
-    run = begun(command(album, tmp_path / "runs", "--workers", "2", "--restarts", "0"))
+    run = begun(command(album, tmp_path / "runs", *THREE, "--restarts", "0", "--readers", "1"))
     said, trouble = run.communicate(timeout=SECONDS)
     assert run.returncode == 1, said + trouble
     assert trouble.count("1 of 48 photographs cannot be read, more than the 0 allowed") == 1, trouble
+    (told,) = (tmp_path / "runs").rglob("unreadable.txt")
+    assert "n01_05.JPEG" in told.read_text(), "whoever met it"
     assert "restart" not in trouble and "Traceback" not in trouble
     assert_nobody_left(run.pid)
 

@@ -12,15 +12,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
-KINDS = (
+# Told as they are, or as the first of these that they are a kind of.
+KINDS: tuple[type[Exception], ...] = (
     FloatingPointError,
+    ArithmeticError,
+    torch.linalg.LinAlgError,  # type: ignore[attr-defined]
     MemoryError,
     NotImplementedError,
     OSError,
     RuntimeError,
     TypeError,
     ValueError,
-)  # told as they are
+)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -58,14 +58,26 @@ class Contestant:
         return optimizer
 
     def begin(
-        self, task: Task, settings: Settings, schedule: Schedule, plan: Plan, workers: Workers = ALONE
+        self,
+        task: Task,
+        settings: Settings,
+        schedule: Schedule,
+        plan: Plan,
+        workers: Workers = ALONE,
+        initialised: bool = True,
     ) -> Training:
-        """A new model of the task, on its way; its seconds begin with the initialisation."""
-        batches = task.initial_batches()
+        """A new model of the task, on its way; its seconds begin with the initialisation.
+
+        If it is not `initialised`, it waits for a state to be loaded.
+        """
+        batches = task.initial_batches() if initialised else ()
         torch.manual_seed(plan.seed)
         model = task.build(batch_norm=self.method.batch_norm)
         start = perf_counter()
-        optimizer = self.start(model, settings, batches, schedule)
+        if initialised:
+            optimizer = self.start(model, settings, batches, schedule)
+        else:
+            optimizer = self.method.make(model, settings, schedule)
         return Training(task, model, optimizer, plan, perf_counter() - start, workers)
 
 

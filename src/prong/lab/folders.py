@@ -198,7 +198,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     if hashlib.sha256(data).digest() != digest:
         warnings.warn(f"{path} is damaged and is not used", stacklevel=3)
         return None
-    return torch.load(io.BytesIO(data), weights_only=True)  # type: ignore[no-any-return]
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -67,9 +67,9 @@ class Job:
             **({"workers": self.workers, "checkpoints": self.checkpoints} if self.workers > 1 else {}),
         }
 
-    def begin(self, workers: Workers = ALONE) -> Training:
-        """The training, at its start."""
-        return self.contestant.begin(self.task, self.settings, self.schedule, self.plan, workers)
+    def begin(self, workers: Workers = ALONE, initialised: bool = True) -> Training:
+        """The training, at its start; without its initialisation it waits for a state."""
+        return self.contestant.begin(self.task, self.settings, self.schedule, self.plan, workers, initialised)
 
 
 @dataclass
@@ -111,7 +111,8 @@ def carry_out(
         if outcome is not None:
             return outcome
         if isinstance(job.task, Reading):
-            job = replace(job, task=job.task.within(folder.path, workers))
+            with workers.together():
+                job = replace(job, task=job.task.within(folder.path, workers))
         try:
             training = _started(job, folder, workers)
         except DIVERGENCES as error:
@@ -122,7 +123,8 @@ def carry_out(
                 row = training.proceed()
                 if row is not None:
                     folder.add(row, training.seconds)
-                    watch.on_row(row, training.seconds)
+                    with workers.together():
+                        watch.on_row(row, training.seconds)
                 watch.on_update(training)
                 stopped = workers.any(watch.stopped()) and not training.ended
                 if workers.alone:
@@ -141,7 +143,7 @@ def carry_out(
 
 def _started(job: Job, folder: RunFolder, workers: Workers) -> Training:
     state = folder.restore()
-    training = job.begin(workers)
+    training = job.begin(workers, initialised=state is None)
     if state is None:
         folder.keep(job.task.keepsakes(training.model))
     else:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,43 +26,51 @@ from prong.distributed.workers import Workers
 from prong.lab.pool import leave_with_parent
 
 T = TypeVar("T")
+ENVIRONMENT = {
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or workers that begin again look for those that died
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # or each is told that no parameters are unused
+}
 Act = Callable[[Workers], None]
-
-
-def begun_by_torchrun() -> bool:
-    """Whether this process is a worker already."""
-    return dist.is_torchelastic_launched()
 
 
 def count(wanted: int) -> int:
     """How many workers there will be: as many as torchrun has begun, or else as many as are wanted."""
-    return int(os.environ["WORLD_SIZE"]) if begun_by_torchrun() else wanted
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else wanted
 
 
-def with_workers(wanted: int, restarts: int, seconds: float, act: Act) -> None:
+def restarts() -> int:
+    """How often workers have begun again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def with_workers(wanted: int, most_restarts: int, seconds: float, act: Act) -> None:
     """Do something with so many workers, each in a process of its own; or with those that torchrun began.
 
     Args:
         wanted: how many.
-        restarts: how often all begin again because one died.
+        most_restarts: how often all begin again because one died.
         seconds: that they wait for each other before they give up.
         act: what every one of them does. It can be sent to other processes.
 
     Raises:
         SystemExit: what a worker left with, or one line about those that died.
     """
-    if begun_by_torchrun():
+    if dist.is_torchelastic_launched():
         with _joined(seconds) as workers:
             act(workers)
     elif wanted == 1:
         act(Workers(device=_device(0)))
     else:
-        _launch(wanted, restarts, seconds, act)
+        _launch(wanted, most_restarts, seconds, act)
 
 
 def distributed(model: nn.Module, workers: Workers) -> nn.Module:
-    """The model, whose gradients are means over all workers."""
-    return model if workers.alone else DistributedDataParallel(model)
+    """The model, whose gradients are means over all workers.
+
+    Sums of three or more depend on their places in the messages. DistributedDataParallel arranges these anew after the
+    first update, here and after every restart, unless it has to look for unused parameters.
+    """
+    return model if workers.alone else DistributedDataParallel(model, find_unused_parameters=True)
 
 
 def by_first(workers: Workers, act: Callable[[], T]) -> T:
@@ -87,52 +98,72 @@ def _joined(seconds: float) -> Iterator[Workers]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(timeout=timedelta(seconds=seconds))  # gloo, and NCCL where there are GPUs
-    yield Workers(dist.get_rank(), dist.get_world_size(), device)
-    dist.destroy_process_group()
+    try:
+        yield Workers(dist.get_rank(), dist.get_world_size(), device)
+    finally:
+        dist.destroy_process_group()  # whoever waits for this process hears of it
 
 
 def _device(number: int) -> torch.device:
     return torch.device("cuda", number) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _launch(wanted: int, restarts: int, seconds: float, act: Act) -> None:
+def _launch(wanted: int, most_restarts: int, seconds: float, act: Act) -> None:
+    if torch.cuda.is_available() and wanted > torch.cuda.device_count():
+        raise SystemExit(f"--workers is at most the {torch.cuda.device_count()} GPUs of this machine, got {wanted}")
+    os.environ |= ENVIRONMENT
     logging.disable(logging.ERROR)  # of torch's loggers in this process, which only waits: it is said below in one line
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=wanted,
-        run_id=uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=restarts,
-        start_method="spawn",
-    )
+    handled = ["SIGTERM", "SIGINT", "SIGQUIT"]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        handled.append("SIGHUP")
     try:
-        left = elastic_launch(config, _work)(wanted, seconds, act)
+        with TemporaryDirectory() as logs:
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=wanted,
+                logs_specs=DefaultLogsSpecs(log_dir=logs),
+                run_id=uuid4().hex,
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                local_addr="localhost",
+                max_restarts=most_restarts,
+                start_method="spawn",
+                signals_to_handle=",".join(handled),
+                shutdown_timeout=math.ceil(seconds),  # for a checkpoint, or for the end of a measurement before it
+            )
+            left = elastic_launch(config, _work)(wanted, seconds, act)
     except ChildFailedError as error:
-        first = min(error.failures.items())[1]
-        how = f"signal {-first.exitcode}" if first.exitcode < 0 else f"exit code {first.exitcode}"
+        rank, failure = error.get_first_failure()
         raise SystemExit(
-            f"worker {error.get_first_failure()[0]} died ({how}), after {restarts} restarts. "
+            f"worker {rank} died after {most_restarts} restarts: {_cause(failure)}. "
             "The same command goes on from the last checkpoint."
         ) from error
     except SignalException as error:
         raise SystemExit(128 + error.sigval) from None
-    codes = [code for code in left.values() if code is not None]
-    if codes:
-        raise SystemExit(codes[0])
+    except KeyboardInterrupt:  # before there were workers
+        raise SystemExit(130) from None
+    if left[0] is not None:
+        raise SystemExit(left[0])
+
+
+def _cause(failure: ProcessFailure) -> str:
+    """Why a worker died, in a line."""
+    if failure.exitcode < 0:
+        return f"signal {-failure.exitcode}"
+    message = failure.message["message"] if isinstance(failure.message, dict) else failure.message
+    return message.strip().splitlines()[-1] or f"exit code {failure.exitcode}"
 
 
 def _work(wanted: int, seconds: float, act: Act) -> Any:
     """What a worker does; what it would have left with, if anything, is for the process that began it."""
     leave_with_parent()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // wanted))
-    begun = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // wanted))
     try:
         with _joined(seconds) as workers:
-            if begun and workers.rank == 0:
-                print(f"A worker died. All go on from the last checkpoint, restart {begun}.", file=sys.stderr)
+            if restarts() and workers.rank == 0:
+                print(f"A worker died. All go on from the last checkpoint, restart {restarts()}.", file=sys.stderr)
             act(workers)
     except SystemExit as error:
         return error.code

@@ -170,8 +170,7 @@ class Training:
                 group["lr"] = rate * self.plan.rate(self.update)
         if self._batches is None:
             self._batches = batches(self.task, self._order.onwards(self.update))
-        with self._workers.together():
-            x, y = next(self._batches)
+        x, y = next(self._batches)
         self.update += 1
         self.optimizer.zero_grad()
         with self._autocast():

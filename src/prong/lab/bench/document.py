@@ -43,7 +43,12 @@ SECTIONS = (
     Section("compiled", compiled.sheets, None, "prong bench compiled --json results/compiled.json"),
     Section("watching", watching.sheets, None, "prong bench watching --json results/watching.json"),
     Section("options", options.sheets, None, "prong bench options --json results/options.json"),
-    Section("race", standings.sheets, standings.picture, "prong bench race --json results/race.json --workers 2"),
+    Section(
+        "race",
+        standings.sheets,
+        standings.picture,
+        "prong bench race --workers 2 --cap 80 --trials 8 --every 50 --repetitions 3 --json results/race.json",
+    ),
 )
 
 

@@ -78,7 +78,7 @@ def main(
 
 
 def profiled(entrant: Contestant, block: int) -> dict[str, Any]:
-    """Milliseconds of an update by part, and the operations of its products."""
+    """Milliseconds of an update by part, and the operations that the profiler counts: mostly products."""
     entrant.draw(block)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch tells of every beginning and end
     with profile(with_flops=True) as seen:
@@ -100,9 +100,16 @@ def part_of(operator: str) -> str:
 
 
 def sheets(record: Mapping[str, Any]) -> list[Sheet]:
-    """A table for every batch: the parts, and what the products take relative to SGD's."""
+    """A table for every batch: the parts, and the operations relative to SGD's."""
     config = record["config"]
-    headings = ("method", *(f"{part}, ms" for part in PARTS), "together", "times SGD", "products, Gflop", "times SGD's")
+    headings = (
+        "method",
+        *(f"{part}, ms" for part in PARTS),
+        "together",
+        "times SGD",
+        "operations, Gflop",
+        "times SGD's",
+    )
     note = (
         f"Medians of {config['repetitions']}, windows of statistics closed, under torch's profiler. Outside operators: "
         f"Python, autograd and the profiler itself. Data: {config['data']}."

@@ -20,7 +20,7 @@ from prong.lab.experiments.common import Common
 from prong.lab.folders import FolderInUseError, RunFolder
 from prong.lab.interrupts import Stop
 from prong.lab.jobs import Job, Row, Watch, carry_out
-from prong.lab.parallel import by_first
+from prong.lab.parallel import by_first, restarts
 from prong.lab.pool import side_by_side
 from prong.lab.record import ForeignRecordError
 from prong.lab.terminal import make_console
@@ -39,6 +39,7 @@ def perform(experiment: str, jobs: Sequence[Job], options: Common, workers: Work
     if options.tensorboard:
         Events.require()
     try:
+        _agree([job.config() for job in jobs], workers)
         by_first(workers, lambda: _check(jobs, root, options))
         console.print(f"{jobs[0].task.source}; {len(jobs)} runs in {root}", highlight=False, soft_wrap=True)
         outcomes = _outcomes(jobs, root, options, console, workers)
@@ -61,11 +62,21 @@ def perform(experiment: str, jobs: Sequence[Job], options: Common, workers: Work
     console.print(f"Runs: {root}\nA page of them: prong report {root}", highlight=False, soft_wrap=True)
 
 
+def _agree(configs: Any, workers: Workers) -> None:
+    """Refuse workers with other options or data than the first."""
+    for rank, others in enumerate(workers.meet(configs)):
+        if others != configs:
+            named = ", ".join(
+                name for name in configs[0] if [c[name] for c in configs] != [c.get(name) for c in others]
+            )
+            raise SystemExit(f"workers do not agree: that of rank {rank} has another configuration ({named})")
+
+
 def _check(jobs: Sequence[Job], root: Path, options: Common) -> None:
     """Refuse folders of other configurations before the first run begins."""
     for job in jobs:
         folder = RunFolder(root / job.name)
-        if not options.resume and folder.path.exists():
+        if not options.resume and folder.path.exists() and not restarts():
             raise ForeignRecordError(f"{folder.path} exists. Name another with --out, or leave out --no-resume.")
         folder.check(job.config())
 

@@ -153,14 +153,14 @@ def generalises_better(experiment: Experiment) -> Finding:
 
 def ahead_at_first(experiment: Experiment, part: float) -> Finding:
     """Whether PRONG+ has a lower validation error than batch norm when this part of all updates has been made."""
-    sides = [of(experiment, key)[:1] for key in ("prong+", "batchnorm")]
-    if not all(sides):
+    chosen = [_chosen(of(experiment, key)) for key in ("prong+", "batchnorm")]
+    if chosen[0] is None or chosen[1] is None:
         return not_run("batch norm or PRONG+")
-    ours, theirs = (side[0] for side in sides)
+    ours, theirs = chosen[0][0], chosen[1][0]
     least = part * min(setting("updates")(group) for group in (ours, theirs))
     early = [next((p for p in g.points("validation_error") if p.update >= least), None) for g in (ours, theirs)]
     if early[0] is None or early[1] is None:
-        return untestable("one of them diverged before")
+        return untestable("one of them did not come so far")
     told = ", ".join(f"{g.name} {100 * p.median:.1f} %" for g, p in zip((ours, theirs), early, strict=True) if p)
     how = f"after {early[0].update:,.0f} updates; {seeds(ours, theirs)}"
     return found(early[0].median < early[1].median, f"{told} {how}")

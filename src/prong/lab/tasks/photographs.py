@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from prong.distributed.workers import ALONE, Workers
 from prong.lab.datasets.shelf import data_folder
 from prong.lab.inception import inception
+from prong.lab.parallel import by_first
 from prong.lab.photographs import Album, Listing, find_photographs
 from prong.lab.reading import Request, Viewer, read
 from prong.lab.tasks.base import require_finite, spread
@@ -84,9 +85,20 @@ class Photographs:
         Raises:
             TooManyUnreadableError: that.
         """
-        training = self._parts()["training"]
         wanted = (Request(tuple(self._part(c.tolist())), generator.initial_seed()) for c, generator in requests)
-        return self._read(training, wanted)
+        told = self._told()
+        reading = self._read(self._parts()["training"], wanted, told)
+        while True:
+            error: OSError | None = None
+            found: Mapping[str, str] = {}
+            try:
+                x, y, found = next(reading)
+            except StopIteration:
+                return
+            except OSError as caught:
+                error = caught
+            self._tell(told, found, error)
+            yield x, y
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy."""
@@ -102,16 +114,13 @@ class Photographs:
             some = spread(len(listing), evaluated) if part == "training" else slice(None)
             for name, value in self._errors(model, listing, range(len(listing))[some]).items():
                 measures[f"{part.replace('training', 'train')}_{name}"] = value
-        if self.told is not None:
-            for met in self.workers.meet(self.told.met):
-                self.told.add(met)
         return require_finite(measures)
 
     def initial_batches(self) -> Sequence[Tensor]:
         """Central views of photographs of all classes, read when they are asked for."""
         training = self._parts()["training"]
         numbers = self._part(range(len(training))[spread(len(training), INITIAL)])
-        return Lazy(lambda: [x for x, _ in self._read(training, _chunks(numbers))])
+        return Lazy(lambda: self._initial(training, numbers))
 
     def keepsakes(self, model: nn.Module) -> Mapping[str, Any]:
         """Nothing."""
@@ -126,8 +135,10 @@ class Photographs:
     def _errors(self, model: nn.Module, listing: Listing, numbers: Sequence[int]) -> dict[str, float]:
         model.eval()
         sums = {"error": 0.0, "top5_error": 0.0, "cross_entropy": 0.0, "count": 0.0}
-        with self.workers.together():
-            for x, y in self._read(listing, _chunks(self._part(numbers))):
+        told, met = self._told(), dict[str, str]()
+        error: OSError | None = None
+        try:
+            for x, y, found in self._read(listing, _chunks(self._part(numbers)), told):
                 logits = model(x).float()
                 guesses = logits.topk(min(5, logits.shape[1])).indices
                 right = guesses == y[:, None]
@@ -135,19 +146,40 @@ class Photographs:
                 sums["top5_error"] += len(y) - right.any(1).sum().item()
                 sums["cross_entropy"] += F.cross_entropy(logits, y, reduction="sum").item()
                 sums["count"] += len(y)
+                met |= found
+        except OSError as caught:
+            error = caught
         model.train()
+        self._tell(told, {**told.met, **met}, error)
         sums = self.workers.total(sums)
         count = sums.pop("count")
         if not count:
             raise TooManyUnreadableError(f"not one of the photographs in {listing.folder} can be read. Mend them.")
         return {name: value / count for name, value in sums.items()}
 
-    def _read(self, listing: Listing, requests: Iterable[Request]) -> Iterator[tuple[Tensor, Tensor]]:
-        told = self._none_told() if self.told is None else self.told
+    def _initial(self, training: Listing, numbers: Sequence[int]) -> list[Tensor]:
+        told, inputs = self._told(), []
+        for x, _, found in self._read(training, _chunks(numbers), told):
+            told.add(found)
+            inputs.append(x)
+        return inputs
+
+    def _read(
+        self, listing: Listing, requests: Iterable[Request], told: Unreadable
+    ) -> Iterator[tuple[Tensor, Tensor, Mapping[str, str]]]:
+        """Inputs, classes, and what could not be read."""
         viewer = Viewer(listing, self.size, told.allowed)
         for views in read(viewer, requests, self.readers):
-            told.add(views.unreadable)
-            yield self._prepared(views.pictures), views.labels.to(self.workers.device)
+            yield self._prepared(views.pictures), views.labels.to(self.workers.device), views.unreadable
+
+    def _tell(self, told: Unreadable, found: Mapping[str, str], error: OSError | None) -> None:
+        """Tell of what any worker could not read; whatever is wrong with one ends all."""
+        everything = {path: why for each in self.workers.meet(found, error) for path, why in each.items()}
+        if everything:
+            by_first(self.workers, lambda: told.add(everything))
+
+    def _told(self) -> Unreadable:
+        return self._none_told() if self.told is None else self.told
 
     def _part(self, numbers: Sequence[int]) -> Sequence[int]:
         """Those of this worker."""
