@@ -26,6 +26,7 @@ from prong.distributed.workers import Workers
 from prong.lab.pool import leave_with_parent
 
 T = TypeVar("T")
+INTERRUPTED = 128 + signal.SIGINT  # what Ctrl-C leaves with
 ENVIRONMENT = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or workers that begin again look for those that died
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # or each is told that no parameters are unused
@@ -142,7 +143,7 @@ def _launch(wanted: int, most_restarts: int, seconds: float, act: Act) -> None:
     except SignalException as error:
         raise SystemExit(128 + error.sigval) from None
     except KeyboardInterrupt:  # before there were workers
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
     if left[0] is not None:
         raise SystemExit(left[0])
 
@@ -166,5 +167,7 @@ def _work(wanted: int, seconds: float, act: Act) -> Any:
                 print(f"A worker died. All go on from the last checkpoint, restart {restarts()}.", file=sys.stderr)
             act(workers)
     except SystemExit as error:
+        if error.code == INTERRUPTED:
+            raise  # nobody waits for what it returns
         return error.code
     return None
