@@ -273,6 +273,8 @@ def test_a_page_that_cannot_be_filled_is_an_error_and_stays(runs: Runs, tmp_path
         (compiled.main, {"block": 0}, "--block is at least 1"),
         (profile.main, {"batches": (8, 0)}, "--batches is at least 1"),
         (profile.main, {"methods": ("Sgd",)}, "--methods knows no 'Sgd'"),
+        (profile.main, {"batches": ()}, "--batches are one or more"),
+        (document.main, {"results": Path("nowhere")}, "--results nowhere is no folder"),
         (compiled.main, {"methods": ("Sgd",)}, "--methods knows no 'Sgd'"),
         (refresh.main, {"max_width": 63}, "--max-width is at least 64, got 63"),
         (refresh.main, {"samples": ()}, "--samples needs a number"),

@@ -62,6 +62,8 @@ def main(results: Path = Path("results"), docs: Path = Path("docs")) -> None:
         results: folder of step-cost.json, refresh.json, scaling.json; those that are missing are named on the page.
         docs: folder of performance.md and its pictures.
     """
+    if not results.is_dir():
+        raise SystemExit(f"--results {results} is no folder")
     page = docs / PAGE
     text = read_page(page)
     pictures: dict[Path, bytes] = {}

@@ -47,6 +47,8 @@ def main(
         block: updates profiled at once.
         json: file for the record: configuration, environment, commit and every repetition.
     """
+    if not batches:
+        raise SystemExit("--batches are one or more")
     at_least(1, batches=batches, repetitions=repetitions, block=block)
     known("methods", methods, METHODS)
     writable(json=json)
