@@ -115,7 +115,7 @@ def broken_loader(place: Place) -> str:
             raise OSError("the disk is gone")
         yield good[1]
 
-    said = message(RuntimeError, lambda: optimizer.refresher.refresh(batches_of_this_rank()))
+    said = message(OSError, lambda: optimizer.refresher.refresh(batches_of_this_rank()))
     assert f"rank {place.size - 1}: the disk is gone" in said, said
     assert not whitenings(model)
     return said

@@ -161,7 +161,7 @@ def test_the_documentation_is_made_between_its_markers_and_again_the_same(tmp_pa
 def test_the_frame_of_the_documentation_has_a_place_for_every_experiment(tmp_path: Path) -> None:
     page = tmp_path / "reproduction.md"
     page.write_text(FRAME.read_text())
-    for name in ("conditioning", "sensitivity", "autoencoder", "cifar10"):
+    for name in ("conditioning", "sensitivity", "autoencoder", "cifar10", "imagenet"):
         write_run(tmp_path / "runs", "prong", errors([3, 2]), experiment=name)
     main((tmp_path / "runs",), tmp_path / "out", markdown=page)
     assert "Not run yet" not in page.read_text()

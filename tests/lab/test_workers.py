@@ -168,6 +168,7 @@ def test_torchrun_begins_the_same_run(undisturbed: Path, album: Path, tmp_path: 
     assert_same_runs(tmp_path / "runs", undisturbed)
 
 
+@pytest.mark.slow
 def test_two_hosts_make_the_same_run_and_one_of_them_keeps_it(undisturbed: Path, album: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
         try:
@@ -236,6 +237,7 @@ def test_a_worker_that_does_not_answer_counts_as_dead(undisturbed: Path, album: 
     assert_same_runs(tmp_path / "runs", undisturbed)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_not_used_by_anybody(undisturbed: Path, album: Path, tmp_path: Path) -> None:
     words = command(album, tmp_path / "runs", *THREE)
     run = begun(words)
