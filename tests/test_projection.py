@@ -15,8 +15,8 @@ from prong.projection import (
     Pair,
     Transition,
     against,
+    less_outer,
     natural_gradient,
-    outer,
     times,
     to_canonical,
     to_whitened,
@@ -167,7 +167,7 @@ def test_the_small_operations_are_what_their_loops_say(case):
         for t in range(case.taps):
             assert_close(times(X, M)[g, o, t], X[g, o, t] @ M[g])
         assert_close(against(X, c)[g, o], sum(X[g, o, t] @ c[g] for t in range(case.taps)))
-        assert_close(outer(x, c)[g, o, 0], x[g, o] * c[g])
+        assert_close(less_outer(X, x, c)[g, o], X[g, o] - x[g, o] * c[g])
 
 
 def test_a_packed_weight_need_not_be_contiguous():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -34,17 +34,15 @@ def rescale_(sites: Mapping[str, tuple[WhitenedLayer, Site]], optimizer: Optimiz
             measured[name] = site.spread, zeros_of(layer, site)
     squares = summed(measured, workers)
     own = {name: spread.take() for name, (spread, _) in measured.items()}
-    scales: dict[str, Tensor] = {}
-    for name, square in squares.items():
-        mean_square = own[name] if workers.alone else square.take()
-        if mean_square is None:
-            continue
-        if not torch.isfinite(mean_square).all():
-            mine = own[name]
-            error = FloatingPointError(f"layer {name!r}: its whitened inputs contain NaN or infinite values")
-            workers.meet(None, None if mine is None or torch.isfinite(mine).all() else error)
-            raise error
-        scales[name] = (DECAY + (1 - DECAY) * mean_square).sqrt()
+    taken = own if workers.alone else {name: square.take() for name, square in squares.items()}
+    mean_squares = {name: each for name, each in taken.items() if each is not None}
+    if not _all_finite(mean_squares.values()):
+        name = next(name for name, each in mean_squares.items() if not _all_finite([each]))
+        mine = own[name]
+        error = FloatingPointError(f"layer {name!r}: its whitened inputs contain NaN or infinite values")
+        workers.meet(None, None if mine is None or _all_finite([mine]) else error)
+        raise error
+    scales = {name: (DECAY + (1 - DECAY) * each).sqrt() for name, each in mean_squares.items()}
     for name, s in scales.items():
         layer, site = sites[name]
         for tensor, power in diagonal_powers(optimizer, layer.pair(site)[0]):
@@ -55,3 +53,9 @@ def rescale_(sites: Mapping[str, tuple[WhitenedLayer, Site]], optimizer: Optimiz
         assert old is not None and old.U is not None and old.U_inv is not None
         U, U_inv = old.U / s.unsqueeze(-1), old.U_inv * s.unsqueeze(-2)
         site.whitening = Whitening(old.c, old.eps, U=U.to(old.U.dtype), U_inv=U_inv.to(old.U.dtype))
+
+
+def _all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether all numbers are; the host waits once for all of these."""
+    found = [torch.isfinite(tensor).all() for tensor in tensors]
+    return not found or bool(torch.stack([each.to(found[0].device) for each in found]).all())

@@ -32,15 +32,16 @@ def times(X: Tensor, M: Tensor) -> Tensor:
 def against(X: Tensor, c: Tensor, groups: int | None = None) -> Tensor:
     """sum_taps X c, shape (groups, out): what a constant input c contributes. Blocks are summed into so many groups."""
     with full_precision(X):
-        x = (X.sum(2) @ c.unsqueeze(-1)).squeeze(-1)
+        summed = X.squeeze(2) if X.shape[2] == 1 else X.sum(2)  # a sum of one would be a copy
+        x = (summed @ c.unsqueeze(-1)).squeeze(-1)
     return x if groups is None or groups == x.shape[0] else x.reshape(groups, -1, x.shape[1]).sum(1)
 
 
-def outer(x: Tensor, c: Tensor) -> Tensor:
-    """The outer product x c^T for every tap at once, shape (groups, out, 1, in)."""
+def less_outer(X: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    """X - x c^T for every tap of X at once, in one pass: the outer product is nowhere written down."""
     if x.shape[0] != c.shape[0]:
         x = x.repeat_interleave(c.shape[0] // x.shape[0], dim=0)
-    return x[:, :, None, None] * c[:, None, None, :]
+    return torch.addcmul(X, x[:, :, None, None], c[:, None, None, :], value=-1)
 
 
 def to_whitened(W: Tensor, b: Tensor | None, whitening: Whitening) -> Pair:
@@ -75,7 +76,7 @@ def natural_gradient(gW: Tensor, gb: Tensor | None, P: Tensor, c: Tensor | None,
     """
     centre = None if gb is None else c
     if centre is not None and gb is not None:
-        gW = gW - outer(gb, centre)
+        gW = less_outer(gW, gb, centre)
     nW = times_inverse(gW.flatten(1, 2), P, tail).view(gW.shape)
     return nW, gb if centre is None or gb is None else gb - against(nW, centre, gb.shape[0])
 
@@ -123,7 +124,7 @@ def transport_gradient(gV: Tensor, gd: Tensor | None, transition: Transition) ->
     gV_new = (gV - gd shift^T) M^-T and gd_new = gd: the adjoint of the inverse of `transport_velocity`.
     """
     if gd is not None and transition.shift is not None:
-        gV = gV - outer(gd, transition.shift)
+        gV = less_outer(gV, gd, transition.shift)
     return times(gV, transition.M_inv.mT), gd
 
 

@@ -44,7 +44,7 @@ COMPANY = ("-m", "tests.lab.company")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", *COMPANY)
 METHODS = ("batchnorm", "prong+")
 THREE = ("--workers", "3")  # sums of three depend on their order
-SECONDS = 300
+SECONDS = 240  # of one command: less than pytest waits
 STARTED: list[subprocess.Popen[str]] = []
 
 
@@ -74,7 +74,12 @@ def begun(words: list[str]) -> subprocess.Popen[str]:
     run = subprocess.Popen(
         words,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -84,9 +89,20 @@ def begun(words: list[str]) -> subprocess.Popen[str]:
     return run
 
 
+def ended(run: subprocess.Popen[str]) -> tuple[str, str]:
+    """What it said; of one that does not end, where its processes are."""
+    try:
+        return run.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        for process in in_session(run.pid):
+            os.kill(process, signal.SIGABRT)  # which prints their stacks
+        said, trouble = run.communicate()
+        raise AssertionError(f"still at work after {SECONDS} seconds:\n{said}{trouble}") from None
+
+
 def made(words: list[str]) -> subprocess.Popen[str]:
     run = begun(words)
-    said, trouble = run.communicate(timeout=SECONDS)
+    said, trouble = ended(run)
     assert run.returncode == 0, said + trouble
     return run
 
@@ -162,7 +178,7 @@ def test_three_workers_train_as_one_with_the_whole_minibatch(undisturbed: Path, 
 
 def test_torchrun_begins_the_same_run(undisturbed: Path, album: Path, tmp_path: Path) -> None:
     run = begun(command(album, tmp_path / "runs", how=TORCHRUN))
-    said, trouble = run.communicate(timeout=SECONDS)
+    said, trouble = ended(run)
     assert run.returncode == 0, said + trouble
     assert said.count("A page of them: prong report") == 1, "one of them speaks"
     assert_same_runs(tmp_path / "runs", undisturbed)
@@ -182,7 +198,7 @@ def test_two_hosts_make_the_same_run_and_one_of_them_keeps_it(undisturbed: Path,
             torchrun = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", workers, *meeting, *own)
             runs.append(host.begin(command(album, tmp_path / host.interface, how=(*torchrun, *COMPANY))))
         for run in runs:
-            said, trouble = run.communicate(timeout=SECONDS)
+            said, trouble = ended(run)
             assert run.returncode == 0, said + trouble
     kept = [host.interface for host in hosts if (tmp_path / host.interface).exists()]
     assert len(kept) == 1, "only the first worker writes"
@@ -205,7 +221,7 @@ def test_runs_end_the_same_when_workers_are_killed(kills: int, undisturbed: Path
             if len(workers) == 3:
                 os.kill(moments.choice(workers), signal.SIGKILL)
                 killed += 1
-        said, trouble = run.communicate(timeout=SECONDS)
+        said, trouble = ended(run)
         assert run.returncode == 0, f"seed {seed}: {said}{trouble}"
         assert killed == before or "All go on from the last checkpoint, restart" in trouble
         assert_nobody_left(run.pid)
@@ -230,7 +246,7 @@ def test_a_worker_that_does_not_answer_counts_as_dead(undisturbed: Path, album: 
     wait_for_a_row(run, tmp_path / "runs")
     stopped = workers_of(run.pid)[1]
     os.kill(stopped, signal.SIGSTOP)
-    said, trouble = run.communicate(timeout=SECONDS)
+    said, trouble = ended(run)
     assert run.returncode == 0, said + trouble
     assert "restart 1" in trouble
     assert_nobody_left(run.pid)
@@ -244,12 +260,12 @@ def test_a_damaged_checkpoint_is_not_used_by_anybody(undisturbed: Path, album: P
     folder = RunFolder(tmp_path / "runs" / "prong+-standard-seed0")
     wait_for(folder.path / "metrics.jsonl", '"update": 12,')
     os.kill(run.pid, signal.SIGKILL)  # the launcher itself: its workers leave
-    run.communicate(timeout=SECONDS)
+    ended(run)
     assert_nobody_left(run.pid)
     newest = folder.path / CHECKPOINT
     newest.write_bytes(newest.read_bytes()[:-100])
     run = begun(words)
-    said, trouble = run.communicate(timeout=SECONDS)
+    said, trouble = ended(run)
     assert run.returncode == 0, said + trouble
     assert trouble.count(f"{newest} is damaged and is not used") == 1
     assert_same_runs(tmp_path / "runs", undisturbed)
@@ -261,7 +277,7 @@ def test_interrupted_workers_stop_together_with_one_line(undisturbed: Path, albu
     folder = RunFolder(tmp_path / "runs" / "batchnorm-standard-seed0")
     wait_for(folder.path / "metrics.jsonl", '"update": 6,')
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does: all hear of it
-    said, trouble = run.communicate(timeout=SECONDS)
+    said, trouble = ended(run)
     assert (run.returncode, trouble) == (130, ""), said + trouble
     assert said.count("Stopped. The same command goes on from here.") == 1
     assert_nobody_left(run.pid)
@@ -274,7 +290,7 @@ def test_what_one_worker_cannot_read_ends_all_with_one_line(album: Path, tmp_pat
     album = make_album(tmp_path / "album", each=14)
     spoil(album / "train" / "n01" / "n01_05.JPEG", "truncated")
     run = begun(command(album, tmp_path / "runs", *THREE, "--restarts", "0", "--readers", "1"))
-    said, trouble = run.communicate(timeout=SECONDS)
+    said, trouble = ended(run)
     assert run.returncode == 1, said + trouble
     assert trouble.count("1 of 48 photographs cannot be read, more than the 0 allowed") == 1, trouble
     (told,) = (tmp_path / "runs").rglob("unreadable.txt")
@@ -304,6 +320,6 @@ def test_what_workers_cannot_do_is_said_in_one_line(
 def test_another_number_of_workers_is_another_run(undisturbed: Path, album: Path) -> None:
     before = json.dumps(RunFolder(undisturbed / "prong+-standard-seed0").config)
     run = begun(command(album, undisturbed))
-    said, trouble = run.communicate(timeout=SECONDS)
+    said, trouble = ended(run)
     assert run.returncode == 1 and "is of another configuration" in trouble, said + trouble
     assert json.dumps(RunFolder(undisturbed / "prong+-standard-seed0").config) == before

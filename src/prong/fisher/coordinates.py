@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from prong.injection import whitened_layers
 from prong.layers import Explicit, Site, WhitenedLayer, trained_name
-from prong.projection import Pair, outer, times, to_canonical
+from prong.projection import Pair, less_outer, times, to_canonical
 from prong.whitening import Whitening, times_inverse
 
 Coordinates = Literal["canonical", "whitened"]
@@ -123,5 +123,5 @@ def _whitened_gradient(gW: Tensor, gb: Tensor | None, whitening: Whitening) -> P
     """The gradient (gV, gd) of what has the gradient (gW, gb)."""
     assert whitening.U is not None
     if gb is not None and whitening.c is not None:
-        gW = gW - outer(gb, whitening.c)
+        gW = less_outer(gW, gb, whitening.c)
     return times(gW, whitening.U.mT), gb

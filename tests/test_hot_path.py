@@ -1,0 +1,89 @@
+"""An update between refreshes: the host waits for nothing, and little is allocated beside what SGD's takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.profiler import profile
+
+import prong
+
+WIDTHS = (60, 40, 30, 60)
+ROWS = 32
+WAITS = {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal"}  # for a device
+SMALL = 4096  # bytes: vectors, not matrices
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(WIDTHS[0], WIDTHS[1]),
+        nn.Tanh(),
+        nn.Linear(WIDTHS[1], WIDTHS[2]),
+        nn.Tanh(),
+        nn.Linear(WIDTHS[2], WIDTHS[3]),
+    )
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, h: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(h).square().sum(1).mean().backward()
+    optimizer.step()
+
+
+def traced(model: nn.Module, optimizer: torch.optim.Optimizer, h: torch.Tensor) -> tuple[Counter[str], int]:
+    """What torch is asked for in one update, and how many bytes it allocates for that."""
+    with profile(profile_memory=True) as trace:
+        update(model, optimizer, h)
+    events = trace.function_events
+    return Counter(event.name for event in events), sum(max(0, event.self_cpu_memory_usage) for event in events)
+
+
+def warmed(model: nn.Module, optimizer: torch.optim.Optimizer, h: torch.Tensor, updates: int = 12) -> None:
+    """Past the first refresh, with no window open."""
+    for _ in range(updates):
+        update(model, optimizer, h)
+
+
+OPTIONS = {
+    "implicit": {},
+    "explicit": {"form": "explicit"},
+    "balance": {"balance": True},
+    "cutoff": {"cutoff": 1.0},
+    "bfloat16": {"storage": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_number_is_read_back_between_refreshes(name):
+    model, h = network(), torch.randn(ROWS, WIDTHS[0])
+    optimizer = prong.PRONG(model, lr=1e-3, eps=0.1, period=1000, samples=2 * ROWS, **OPTIONS[name])
+    asked = [traced(model, optimizer, h)[0] for _ in range(12)]
+    assert any(WAITS & set(each) for each in asked[:4]), "a refresh does, so this test can see it"
+    assert not any(WAITS & set(each) for each in asked[8:])
+
+
+def test_diagonal_corrections_wait_once_for_all_layers():
+    model, h = network(), torch.randn(ROWS, WIDTHS[0])
+    optimizer = prong.PRONG(model, lr=1e-3, eps=0.1, period=1000, samples=2 * ROWS, plus=True)
+    warmed(model, optimizer, h)
+    assert traced(model, optimizer, h)[0]["aten::item"] == 1, "whether what they divide by is finite"
+
+
+@pytest.mark.parametrize("rows", [32, 512], ids=["activation space", "gradient space"])
+def test_an_update_allocates_what_is_centred_and_what_is_whitened_beside_what_sgd_does(rows):
+    h = torch.randn(rows, WIDTHS[0])
+    plain, model = network(), network()
+    sgd = torch.optim.SGD(plain.parameters(), lr=1e-3, momentum=0.9)
+    natural = prong.PRONG(model, lr=1e-3, momentum=0.9, eps=0.1, period=1000, samples=2 * rows)
+    warmed(plain, sgd, h)
+    warmed(model, natural, h)
+    extra = traced(model, natural, h)[1] - traced(plain, sgd, h)[1]
+    numbers = sum(min(rows, outputs) * inputs for inputs, outputs in pairwise(WIDTHS))
+    assert 4 * numbers < extra <= 2 * 4 * numbers + SMALL, (
+        "no outer product is written down, no activation copied twice"
+    )
