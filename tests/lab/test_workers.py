@@ -6,17 +6,22 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
+from prong.distributed.workers import Workers
 from prong.lab.folders import CHECKPOINT, RunFolder, run_folders
+from prong.lab.parallel import with_workers
 from tests.lab.hosts import two_hosts
 from tests.lab.pictures import make_album, spoil
 from tests.lab.test_experiments import refused, wait_for
@@ -284,6 +289,32 @@ def test_interrupted_workers_stop_together_with_one_line(undisturbed: Path, albu
     assert folder.outcome is None and (folder.path / CHECKPOINT).exists()
     made(words)
     assert_same_runs(tmp_path / "runs", undisturbed)
+
+
+def test_an_error_lets_go_of_the_model_before_the_workers_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or DistributedDataParallel is the last to hold the group, and may wait for ever for gloo's threads."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    elastic = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "one"}
+    for name, value in elastic.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    held: list[weakref.ref[torch.nn.Module]] = []
+
+    def act(workers: Workers) -> None:
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        held.append(weakref.ref(model))
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
+
+    with pytest.raises(SystemExit) as left:
+        with_workers(1, 0, 60.0, act)
+    assert left.value.code == 130
+    assert held[0]() is None
+    assert not torch.distributed.is_initialized()
 
 
 def test_what_one_worker_cannot_read_ends_all_with_one_line(album: Path, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
+from torch.distributed import is_torchelastic_launched
+
 INTERRUPT = {signal.SIGINT}
 
 
@@ -30,8 +32,9 @@ class Stop:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        on_its_way_out = self.asked and _told_twice()
+        signal.signal(signal.SIGINT, signal.SIG_IGN if on_its_way_out else self._handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        signal.signal(signal.SIGINT, self._handler)
 
     def is_asked(self) -> bool:
         """Whether somebody asked."""
@@ -39,9 +42,14 @@ class Stop:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
-        if multiprocessing.parent_process() is not None:
-            return  # a terminal tells this process, and so does its parent: that is one request, not two
+        if _told_twice():
+            return
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for child in multiprocessing.active_children():
             if child.pid is not None:
                 os.kill(child.pid, signal.SIGINT)
+
+
+def _told_twice() -> bool:
+    """Whether a terminal tells this process, and so does its parent: that is one request."""
+    return multiprocessing.parent_process() is not None or is_torchelastic_launched()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -57,7 +59,7 @@ def with_workers(wanted: int, most_restarts: int, seconds: float, act: Act) -> N
         SystemExit: what a worker left with, or one line about those that died.
     """
     if dist.is_torchelastic_launched():
-        with _joined(seconds) as workers:
+        with joined(seconds) as workers:
             act(workers)
     elif wanted == 1:
         act(Workers(device=_device(0)))
@@ -93,16 +95,29 @@ def by_first(workers: Workers, act: Callable[[], T]) -> T:
 
 
 @contextmanager
-def _joined(seconds: float) -> Iterator[Workers]:
-    """The workers that this process is one of."""
+def joined(seconds: float) -> Iterator[Workers]:
+    """The workers that this process is one of, as torchrun began it."""
     device = _device(int(os.environ["LOCAL_RANK"]))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(timeout=timedelta(seconds=seconds))  # gloo, and NCCL where there are GPUs
     try:
         yield Workers(dist.get_rank(), dist.get_world_size(), device)
+    except BaseException as error:
+        _let_go(error)
+        raise
     finally:
+        # The last to hold the group must not be DistributedDataParallel, which would wait for gloo's threads while they
+        # wait for Python's lock. So a model that nobody uses any more is gone before the group is.
+        gc.collect()
         dist.destroy_process_group()  # whoever waits for this process hears of it
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Make frames that an error came through forget what they held."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _device(number: int) -> torch.device:
@@ -162,7 +177,7 @@ def _work(wanted: int, seconds: float, act: Act) -> Any:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // wanted))
     try:
-        with _joined(seconds) as workers:
+        with joined(seconds) as workers:
             if restarts() and workers.rank == 0:
                 print(f"A worker died. All go on from the last checkpoint, restart {restarts()}.", file=sys.stderr)
             act(workers)

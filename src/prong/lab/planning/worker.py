@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from prong.lab.bench.refresh import correlated_rows, gather
+from prong.lab.parallel import joined
 from prong.lab.planning import costs
 from prong.lab.planning.trials import PARTS, WHOLE, Trial
 from prong.lab.record import read_json, write_json
@@ -27,6 +28,7 @@ from prong.whitening import whiten
 BLOCK_SECONDS = 0.02  # what takes less is done several times in a row
 EPS = 1e-2
 MAP = 12  # pixels per side of the convolutions' maps
+SECONDS = 1800.0  # that they wait for each other
 TINY = "mlp:8x16"  # so narrow that an update is calls alone
 
 
@@ -34,15 +36,14 @@ def main(config: Path, out: Path) -> None:
     """Measure what the configuration asks for."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    dist.init_process_group("gloo")
     wanted = read_json(config)
-    rows = [*_products(wanted), *_convolutions(wanted), *_factorisations(wanted), *_memory(wanted)]
-    rows += [*_messages(wanted), *_trials([(TINY, 8)], wanted, "calls")]
-    rows += _trials([(name, batch) for name, batch in wanted["checks"]], wanted, "check")
-    if dist.get_rank() == 0:
-        write_json(out, {"rows": rows})
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(SECONDS) as workers:
+        rows = [*_products(wanted), *_convolutions(wanted), *_factorisations(wanted), *_memory(wanted)]
+        rows += [*_messages(wanted), *_trials([(TINY, 8)], wanted, "calls")]
+        rows += _trials([(name, batch) for name, batch in wanted["checks"]], wanted, "check")
+        if workers.rank == 0:
+            write_json(out, {"rows": rows})
+        dist.barrier()
 
 
 def slowest(work: Callable[[], object], repetitions: int, prepare: Callable[[], object] | None = None) -> list[float]:
