@@ -68,10 +68,17 @@ class Common:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a method is run with where nobody says otherwise: settings, and where it starts."""
+    """What a method is run with where nobody says otherwise: where it starts, settings, and those elsewhere."""
 
     settings: Settings
     initialisation: Initialisation = "standard"
+    elsewhere: Settings | None = None
+
+    def at(self, initialisation: Initialisation) -> Settings:
+        """Settings for that start; where nobody knows any, those for the other."""
+        if self.elsewhere is None or initialisation == self.initialisation:
+            return self.settings
+        return self.elsewhere
 
 
 Options = TypeVar("Options")
@@ -98,7 +105,7 @@ def make_job(
     method = KEYS[key]
     initialisation = tuned.initialisation if start == "tuned" else start
     known = set(method.settings) | ({"eps"} if initialisation == "whitened" else set())
-    settings = {**method.settings, **tuned.settings, **changes}
+    settings = {**method.settings, **tuned.at(initialisation), **changes}
     if initialisation == "whitened":
         settings.setdefault("eps", 1e-2)
     settings = {name: value for name, value in settings.items() if name in known}
