@@ -115,9 +115,10 @@ def broken_loader(place: Place) -> str:
             raise OSError("the disk is gone")
         yield good[1]
 
-    said = message(OSError, lambda: optimizer.refresher.refresh(batches_of_this_rank()))
-    assert f"rank {place.size - 1}: the disk is gone" in said, said
-    assert not whitenings(model)
+    for gather in (optimizer.refresher.refresh, optimizer.initialize):
+        said = message(OSError, lambda: gather(batches_of_this_rank()))  # noqa: B023
+        assert f"rank {place.size - 1}: the disk is gone" in said, said
+        assert not whitenings(model)
     return said
 
 
@@ -211,6 +212,17 @@ def whitenings_are_the_same_bits(place: Place) -> dict[str, Tensor]:
     return found
 
 
+def gradients_are_whitened_to_the_same_bits(place: Place) -> dict[str, Tensor]:
+    """Also where a matrix is laid out otherwise by the rank that computed it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 3))
+    whole = DistributedDataParallel(model)
+    options = {"eps": 0.1, "period": 10, "samples": 128, "gradient_whitening": "empirical"}
+    optimizer = prong.PRONG(whole, 1e-2, **options)
+    updates(whole, optimizer, [(torch.randn(32, 20), torch.randint(3, (32,))) for _ in range(30)], place)
+    return canonical(model)
+
+
 def factorisations_are_shared_out(place: Place) -> list[int]:
     """With as many equal layers as there are ranks, each factorises one."""
     from prong.distributed.sharing import owners
@@ -292,6 +304,7 @@ BEHAVIOUR: dict[str, Callable[[Place], Any]] = {
         states_agree,
         rank_zeros_own_state_is_sound,
         whitenings_are_the_same_bits,
+        gradients_are_whitened_to_the_same_bits,
         factorisations_are_shared_out,
         one_large_exchange_per_refresh,
         refusals,

@@ -71,9 +71,10 @@ def initialize_(
     check_basis(basis)
     check_unsharded(model, "whitened initialisation", "call it before fully_shard")
     check_between_updates()
-    batches = as_batches(batches)
-    batches = list(batches) if iter(batches) is batches else batches  # a generator would be spent after one pass
     workers, given, model = Workers.of(model, process_group), model, unwrapped(model)
+    with workers.together():
+        batches = as_batches(batches)
+        batches = list(batches) if iter(batches) is batches else batches  # a generator would be spent after one pass
     plain = not whitened_sites(model)
     if plain:
         whiten_(model)

@@ -103,7 +103,7 @@ def exchange(mine: Mapping[K, Mapping[str, Any]], workers: Workers) -> dict[K, d
             for name, size in values.items():
                 if isinstance(size, _Size):
                     own = mine[key][name] if rank == workers.rank else size.empty()
-                    everything[key][name] = own.to(workers.device)
+                    everything[key][name] = own.to(workers.device).contiguous()  # strides decide how products round
                     tensors.append(everything[key][name])
         finish.append(workers.broadcast_(tensors, rank))
     for end in finish:
