@@ -77,6 +77,23 @@ def test_a_model_of_ones_own_is_planned_by_its_name(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "") and "Conv2d" in done.stdout
 
 
+def test_a_model_of_tokens_is_planned_from_an_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "worded.py").write_text(
+        "import torch\nfrom torch import nn\n\n\n"
+        "def build():\n"
+        "    return nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8)), torch.zeros(16, dtype=torch.long)\n\n\n"
+        "def broken():\n    raise RuntimeError('oops')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    main("worded:build", device="a100")
+    assert "Linear" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--model worded:broken: oops"):
+        main("worded:broken", device="a100")
+
+
 def test_the_inception_of_the_lab_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("prong.lab.inception")
     main("inception", workers=8, batch=256, device="a100")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import pytest
@@ -79,6 +79,31 @@ def test_errors_fall_and_are_measured_before_during_and_after() -> None:
     assert [row.update for row in run.rows] == [0, 2, 4, 6, 8]
     assert run.rows[-1].train_error < run.rows[0].train_error
     assert all(a.seconds < b.seconds for a, b in zip(run.rows, run.rows[1:], strict=False))
+
+
+@dataclass(frozen=True)
+class SlowToBegin(InMemory):
+    """The first minibatch that is read here, whichever it is, takes its time."""
+
+    begun: list[bool] = field(default_factory=list)
+
+    def batch(self, chosen: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.begun:
+            self.begun.append(True)
+            time.sleep(1.0)
+        return super().batch(chosen, generator)
+
+
+def test_beginning_to_read_is_no_time_of_training_wherever_a_run_goes_on() -> None:
+    model = small_model()
+    training = Training(SlowToBegin(), model, SGD(model.parameters(), 1e-3), PLAN)
+    training.advance()
+    saved = training.state_dict()
+    assert training.seconds < 1.0
+    again = Training(SlowToBegin(), model, SGD(model.parameters(), 1e-3), PLAN)
+    again.load_state_dict(saved)
+    again.advance()
+    assert again.update == 2 and again.seconds < 1.0
 
 
 def test_seconds_begin_with_those_spent_and_leave_out_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -131,7 +131,8 @@ def workers_of(launcher: int) -> list[int]:
 
 
 def _children(process: int) -> list[int]:
-    return [int(word) for word in _file(process, f"task/{process}/children").split()]
+    tasks = (Path("/proc") / str(process) / "task").glob("*")
+    return [int(word) for task in tasks for word in _file(process, f"task/{task.name}/children").split()]
 
 
 def _file(process: int, name: str) -> str:
@@ -189,6 +190,13 @@ def test_torchrun_begins_the_same_run(undisturbed: Path, album: Path, tmp_path: 
     assert_same_runs(tmp_path / "runs", undisturbed)
 
 
+def test_torchrun_and_the_command_must_not_contradict_each_other(album: Path, tmp_path: Path) -> None:
+    run = begun(command(album, tmp_path / "runs", "--workers", "2", how=TORCHRUN))
+    said, trouble = ended(run)
+    assert run.returncode != 0 and "--workers 2, but torchrun has begun 3" in trouble, said + trouble
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.slow
 def test_two_hosts_make_the_same_run_and_one_of_them_keeps_it(undisturbed: Path, album: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
@@ -241,6 +249,13 @@ def wait_for_a_row(run: subprocess.Popen[str], folder: Path) -> None:
         time.sleep(0.01)
 
 
+def wait_until(happens: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not happens():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def rows_in(folder: Path) -> int:
     return sum(len(path.read_text().splitlines()) for path in folder.rglob("metrics.jsonl"))
 
@@ -289,6 +304,32 @@ def test_interrupted_workers_stop_together_with_one_line(undisturbed: Path, albu
     assert folder.outcome is None and (folder.path / CHECKPOINT).exists()
     made(words)
     assert_same_runs(tmp_path / "runs", undisturbed)
+
+
+@pytest.mark.parametrize("whose", ["multiprocessing.spawn", "multiprocessing.forkserver"], ids=["workers", "readers"])
+def test_ctrl_c_waits_until_those_who_begin_are_ready_for_it(whose: str, album: Path, tmp_path: Path) -> None:
+    run = begun(command(album, tmp_path / "runs", *THREE, "--readers", "1"))
+    wait_until(lambda: any(whose in _file(process, "cmdline") for process in in_session(run.pid)))
+    os.killpg(run.pid, signal.SIGINT)
+    said, trouble = ended(run)
+    assert (run.returncode, trouble) == (130, ""), said + trouble
+    assert said.count("Stopped. The same command goes on from here.") == 1
+    assert_nobody_left(run.pid)
+
+
+@pytest.mark.parametrize(("told", "code"), [((signal.SIGINT, signal.SIGINT), 130), ((signal.SIGTERM,), 143)])
+def test_a_second_ctrl_c_or_a_request_to_end_does_not_wait(
+    told: tuple[signal.Signals, ...], code: int, album: Path, tmp_path: Path
+) -> None:
+    run = begun(command(album, tmp_path / "runs", *THREE))
+    wait_until(lambda: len(workers_of(run.pid)) == 3)
+    for number in told:
+        os.kill(run.pid, number)
+        time.sleep(0.2)
+    said, trouble = ended(run)
+    assert run.returncode == code, said + trouble
+    assert "Traceback" not in trouble
+    wait_until(lambda: not in_session(run.pid))
 
 
 def test_an_error_lets_go_of_the_model_before_the_workers_part(monkeypatch: pytest.MonkeyPatch) -> None:

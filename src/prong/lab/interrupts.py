@@ -45,6 +45,10 @@ class Stop:
         if _told_twice():
             return
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        """Ask the processes that were started from here."""
         for child in multiprocessing.active_children():
             if child.pid is not None:
                 os.kill(child.pid, signal.SIGINT)

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from tempfile import TemporaryDirectory
+from threading import Thread
+from types import FrameType
 from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 from prong.distributed.workers import Workers
-from prong.lab.pool import leave_with_parent
+from prong.lab.interrupts import Stop
+from prong.lab.pool import leave_with_parent, without_interrupts
 
 T = TypeVar("T")
 INTERRUPTED = 128 + signal.SIGINT  # what Ctrl-C leaves with
+AGAIN_SECONDS = 0.5  # after which workers are told of it again
 ENVIRONMENT = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or workers that begin again look for those that died
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # or each is told that no parameters are unused
@@ -129,38 +133,64 @@ def _launch(wanted: int, most_restarts: int, seconds: float, act: Act) -> None:
         raise SystemExit(f"--workers is at most the {torch.cuda.device_count()} GPUs of this machine, got {wanted}")
     os.environ |= ENVIRONMENT
     logging.disable(logging.ERROR)  # of torch's loggers in this process, which only waits: it is said below in one line
-    handled = ["SIGTERM", "SIGINT", "SIGQUIT"]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
-        handled.append("SIGHUP")
-    try:
-        with TemporaryDirectory() as logs:
-            config = LaunchConfig(
-                min_nodes=1,
-                max_nodes=1,
-                nproc_per_node=wanted,
-                logs_specs=DefaultLogsSpecs(log_dir=logs),
-                run_id=uuid4().hex,
-                rdzv_backend="c10d",
-                rdzv_endpoint="localhost:0",
-                local_addr="localhost",
-                max_restarts=most_restarts,
-                start_method="spawn",
-                signals_to_handle=",".join(handled),
-                shutdown_timeout=math.ceil(seconds),  # for a checkpoint, or for the end of a measurement before it
-            )
-            left = elastic_launch(config, _work)(wanted, seconds, act)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        raise SystemExit(
-            f"worker {rank} died after {most_restarts} restarts: {_cause(failure)}. "
-            "The same command goes on from the last checkpoint."
-        ) from error
-    except SignalException as error:
-        raise SystemExit(128 + error.sigval) from None
-    except KeyboardInterrupt:  # before there were workers
-        raise SystemExit(INTERRUPTED) from None
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, _leave)
+    outcome: Future[Mapping[int, Any]] = Future()
+    ended: int | None = None
+    with TemporaryDirectory() as logs, Stop() as stop:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=wanted,
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+            run_id=uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=most_restarts,
+            start_method="spawn",
+        )
+        try:
+            Thread(target=_begin, args=(config, outcome, wanted, seconds, act), daemon=True).start()
+            while not wait([outcome], timeout=AGAIN_SECONDS).done:
+                if stop.asked:
+                    stop.pass_on()  # to those who have begun since
+            left = outcome.result()
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            raise SystemExit(
+                f"worker {rank} died after {most_restarts} restarts: {_cause(failure)}. "
+                "The same command goes on from the last checkpoint."
+            ) from error
+        except KeyboardInterrupt:  # asked twice
+            ended = INTERRUPTED
+        except _Told as told:
+            ended = 128 + told.number
+    if ended is not None:
+        os._exit(ended)  # and workers with it, wherever they are
     if left[0] is not None:
         raise SystemExit(left[0])
+
+
+def _begin(config: LaunchConfig, outcome: Future[Mapping[int, Any]], wanted: int, seconds: float, act: Act) -> None:
+    """Begin workers, and wait for them, in a thread whose Ctrl-C waits; so theirs does until they are ready for it."""
+    try:
+        with without_interrupts():
+            outcome.set_result(elastic_launch(config, _work)(wanted, seconds, act))
+    except BaseException as error:  # for the thread that waits for it
+        outcome.set_exception(error)
+
+
+class _Told(BaseException):
+    """Somebody wants this process to end at once."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise _Told(number)
 
 
 def _cause(failure: ProcessFailure) -> str:
@@ -182,7 +212,5 @@ def _work(wanted: int, seconds: float, act: Act) -> Any:
                 print(f"A worker died. All go on from the last checkpoint, restart {restarts()}.", file=sys.stderr)
             act(workers)
     except SystemExit as error:
-        if error.code == INTERRUPTED:
-            raise  # nobody waits for what it returns
         return error.code
     return None

@@ -73,8 +73,8 @@ class Album:
         for name, own in zip(self.classes, members, strict=True):
             if len(own) <= each:
                 raise ValueError(
-                    f"{self.train.folder / name} has {len(own)} photographs, which cannot all be held out: "
-                    f"--held-out is less than that, got {each}"
+                    f"{self.train.folder / name} has {len(own)} photographs, which is too few to hold out {each}. "
+                    "Name fewer with --held-out; with 0, what val holds is for validation"
                 )
             kept += own[: len(own) - each]
             held += own[len(own) - each :]

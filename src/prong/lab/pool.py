@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
+from multiprocessing.resource_tracker import ensure_running
 from typing import Any, TypeVar
 
 import torch
@@ -39,7 +40,7 @@ def side_by_side(
                 name = waiting.popleft()
                 job = next_job(name)
                 if job is not None:
-                    with _without_interrupts() if shielded else nullcontext():
+                    with without_interrupts() if shielded else nullcontext():
                         running[executor.submit(job)] = name
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 name = running.pop(future)
@@ -48,8 +49,9 @@ def side_by_side(
 
 
 @contextmanager
-def _without_interrupts() -> Iterator[None]:
+def without_interrupts() -> Iterator[None]:
     """Meanwhile SIGINT waits; in processes that are begun here, until they want it."""
+    ensure_running()  # multiprocessing's own process, whose beginning would let SIGINT through
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from prong.lab.photographs import Listing, UnreadableError, central_view, decode, random_view
-from prong.lab.pool import leave_with_parent
+from prong.lab.pool import leave_with_parent, without_interrupts
 
 AHEAD = 2  # requests that every process reads before they are needed
 
@@ -116,7 +116,9 @@ def read(viewer: Viewer, requests: Iterable[Request], readers: int) -> Iterator[
         generator=torch.Generator(),  # its own, as it draws a number that nobody uses
     )
     try:
-        yield from loader
+        with without_interrupts():
+            views = iter(loader)
+        yield from views
     except (RuntimeError, EOFError, OSError) as error:  # the last two if it died while it handed something over
         if isinstance(error, RuntimeError) and "exited unexpectedly" not in str(error):
             raise

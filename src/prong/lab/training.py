@@ -164,13 +164,13 @@ class Training:
         Raises:
             Divergence: if it is not finite; the update is not made.
         """
+        ready = self._begin_reading() if self._batches is None else None
         start = perf_counter()
         if self.update < self.plan.warm_up or self.plan.anneal == "linear":
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * self.plan.rate(self.update)
-        if self._batches is None:
-            self._batches = batches(self.task, self._order.onwards(self.update))
-        x, y = next(self._batches)
+        assert self._batches is not None
+        x, y = ready or next(self._batches)
         self.update += 1
         self.optimizer.zero_grad()
         with self._autocast():
@@ -184,6 +184,11 @@ class Training:
         self.loss = value
         self._losses.append(value)
         self.seconds += perf_counter() - start
+
+    def _begin_reading(self) -> tuple[Tensor, Tensor]:
+        """The next minibatch, and all that has to begin first, also where a run goes on: not counted as training."""
+        self._batches = batches(self.task, self._order.onwards(self.update))
+        return next(self._batches)
 
     def measure(self) -> dict[str, float]:
         """A row: where training stands, the mean loss since the last row, and the task's measures.

@@ -93,6 +93,9 @@ class Options(Common):
 
 def main(options: Flat[Options]) -> None:
     """Train Inception on photographs in folders with several methods, and record their errors."""
+    begun = count(options.workers)
+    if options.workers not in (1, begun):
+        raise SystemExit(f"--workers {options.workers}, but torchrun has begun {begun}. Leave --workers out.")
     made = jobs(options)
     with_workers(options.workers, options.restarts, options.timeout, partial(perform, NAME, made, options))
 

@@ -49,7 +49,8 @@ def perform(experiment: str, jobs: Sequence[Job], options: Common, workers: Work
         if error.errno is None:  # our own, of photographs that cannot be read
             raise SystemExit(str(error)) from error
         where = error.filename or root
-        raise SystemExit(f"{where} cannot be written: {error.strerror}. The same command goes on from here.") from error
+        again = " The same command goes on from here." if root.is_dir() else ""
+        raise SystemExit(f"{where} cannot be written: {error.strerror}.{again}") from error
     except KeyboardInterrupt:
         console.print("Stopped. The same command goes on from here.", highlight=False)
         raise SystemExit(130) from None
@@ -160,13 +161,14 @@ class Shown:
             nonlocal said, begun
             begun = begun or (training.update, training.seconds)
             made = training.update - begun[0]
-            pace = f", {1000 * (training.seconds - begun[1]) / made:.1f} ms" if made else ""
-            now = f"loss {training.loss:.4g}, {error}{pace}"
+            loss = f"loss {training.loss:.4g}" if training.update else ""
+            pace = f"{1000 * (training.seconds - begun[1]) / made:.1f} ms per update" if made else ""
+            now = ", ".join(part for part in (loss, error, pace) if part)
             if self.console.is_terminal:
                 self.progress.update(task, completed=training.update, now=now)
             elif monotonic() - said >= QUIET_SECONDS or training.ended:
                 said = monotonic()
-                line = f"{job.name}: update {training.update:,} of {job.plan.updates:,}, {now} per update"
+                line = f"{job.name}: update {training.update:,} of {job.plan.updates:,}, {now}"
                 self.console.print(line, highlight=False, soft_wrap=True)
 
         return Watch(on_update, on_row)

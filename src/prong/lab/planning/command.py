@@ -37,10 +37,11 @@ def main(
 
     Args:
         model: autoencoder, cifar10, inception, mlp:WIDTHxDEPTH, transformer:WIDTHxDEPTH[xTOKENS], or module:function
-            that returns a model and the shape of one example.
+            that returns a model and one example, or its shape if it is of floating-point numbers. Models are made on
+            torch's meta device, so they cannot look at values.
         workers: processes or GPUs, among which the batch is divided.
         batch: examples per update, over all workers.
-        device: cpu (this machine, as `prong bench plan` measured it), a100 or h100 (data sheets), or such a record.
+        device: a100 or h100 (data sheets), a record of `prong bench plan`, or cpu: the record results/plan.json here.
         period: updates between refreshes.
         samples: examples per refresh, over all workers.
         dtype: of parameters and products: float32, bfloat16, float16 or float64.
@@ -58,7 +59,7 @@ def main(
     if budget <= 1:
         raise SystemExit(f"--budget is more than 1, as PRONG costs more than SGD, got {budget:g}")
     writable(json=json)
-    where, what = machine(device), subject(model)
+    what, where = subject(model), machine(device)
     where.rate(dtype)
     setting = Setting(workers, period, samples, dtype)
     traced = look(what, -(-batch // workers), dtype)
@@ -83,7 +84,7 @@ def look(what: Subject, examples: int, dtype: str) -> Traced:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # which layers are left as they are is no news here
             return trace(what.on_meta(kind), what.inputs(examples, kind))
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except Exception as error:  # of a model that may be the user's
         raise SystemExit(
             f"--model {what.name} does not take a batch of {examples} x {what.example}: {error}"
         ) from error

@@ -148,7 +148,12 @@ def machine(device: str) -> Machine:
     if device != "cpu" and path.suffix != ".json":
         raise SystemExit(f"--device knows no {device!r}. Choose from: cpu; {'; '.join(GPUS)}; or a .json file")
     if not path.exists():
-        hint = f"measure it first: prong bench plan --json {path}" if device == "cpu" else "there is no such file"
+        hint = (
+            f"no {path} here. Measure this machine first: prong bench plan --json {path}; or name such a record, or "
+            f"one of {', '.join(GPUS)}, whose constants are those of data sheets"
+            if device == "cpu"
+            else "there is no such file"
+        )
         raise SystemExit(f"--device {device}: {hint}")
     try:
         return from_record(read_json(path))

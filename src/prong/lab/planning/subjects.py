@@ -33,11 +33,13 @@ class Subject:
         name: as it was asked for.
         make: builds the model, on whatever device is torch's default then.
         example: the shape of one example.
+        integers: the dtype of examples that are not of floating-point numbers.
     """
 
     name: str
     make: Callable[[], nn.Module]
     example: tuple[int, ...]
+    integers: torch.dtype | None = None
 
     def on_meta(self, dtype: torch.dtype) -> nn.Module:
         """The model without its numbers."""
@@ -46,7 +48,7 @@ class Subject:
 
     def inputs(self, examples: int, dtype: torch.dtype, device: str = "meta") -> Tensor:
         """A minibatch without meaning."""
-        return torch.empty(examples, *self.example, dtype=dtype, device=device)
+        return torch.empty(examples, *self.example, dtype=self.integers or dtype, device=device)
 
 
 def subject(name: str) -> Subject:
@@ -66,7 +68,7 @@ def subject(name: str) -> Subject:
     raise SystemExit(
         f"--model knows no {name!r}. Choose from: {'; '.join(KNOWN)}; mlp:WIDTHxDEPTH; "
         "transformer:WIDTHxDEPTH or transformer:WIDTHxDEPTHxTOKENS; or module:function of your own, "
-        "which returns a model and the shape of one example"
+        "which returns a model and one example, or the shape of one"
     )
 
 
@@ -78,7 +80,7 @@ def _transformer(width: int, depth: int) -> nn.Module:
 
 
 def _named(name: str) -> Subject:
-    """A function of the user's: `module:function`, called without arguments, gives (model, shape of an example)."""
+    """A function of the user's: `module:function`, called without arguments, gives (model, an example or its shape)."""
     module, _, function = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:  # as `python -m` would have it
@@ -87,12 +89,13 @@ def _named(name: str) -> Subject:
         made: Any = getattr(import_module(module), function)
         with torch.device("meta"):
             model, example = made()
-        shape = tuple(int(n) for n in example)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        shape = tuple(int(n) for n in (example.shape if isinstance(example, Tensor) else example))
+    except Exception as error:  # of code that is the user's
         raise SystemExit(
-            f"--model {name}: {error}. It is to name a function without arguments that returns a model and the shape "
-            "of one example, such as (3, 224, 224)."
+            f"--model {name}: {error}. It is to name a function without arguments that returns a model and one "
+            "example, or the shape of one, such as (3, 224, 224)."
         ) from error
     if not isinstance(model, nn.Module):
         raise SystemExit(f"--model {name}: the first it returns is a {type(model).__name__}, not a torch.nn.Module")
-    return Subject(name, lambda: made()[0], shape)
+    integers = example.dtype if isinstance(example, Tensor) and not example.is_floating_point() else None
+    return Subject(name, lambda: made()[0], shape, integers)
