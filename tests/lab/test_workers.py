@@ -306,7 +306,13 @@ def test_interrupted_workers_stop_together_with_one_line(undisturbed: Path, albu
     assert_same_runs(tmp_path / "runs", undisturbed)
 
 
-@pytest.mark.parametrize("whose", ["multiprocessing.spawn", "multiprocessing.forkserver"], ids=["workers", "readers"])
+@pytest.mark.parametrize(
+    "whose",
+    [
+        pytest.param("multiprocessing.spawn", id="workers", marks=pytest.mark.slow),
+        pytest.param("multiprocessing.forkserver", id="readers"),
+    ],
+)
 def test_ctrl_c_waits_until_those_who_begin_are_ready_for_it(whose: str, album: Path, tmp_path: Path) -> None:
     run = begun(command(album, tmp_path / "runs", *THREE, "--readers", "1"))
     wait_until(lambda: any(whose in _file(process, "cmdline") for process in in_session(run.pid)))
