@@ -14,7 +14,8 @@ from prong.lab.page.groups import Group, groups, quantities
 from prong.lab.page.runs import Experiment, Run, flat
 from prong.lab.page.views import clock_note, setting, words
 
-FRACTIONS = ("train_error", "validation_error", "test_error")  # shown in %
+ERRORS = ("train_error", "validation_error", "test_error")
+FRACTIONS = (*ERRORS, "train_top5_error", "validation_top5_error", "test_top5_error")  # shown in %
 
 
 def results(experiment: Experiment, part: str = "") -> Sheet:
@@ -37,9 +38,9 @@ def chosen(experiment: Experiment) -> Sheet | None:
     for group in groups(experiment.runs):
         best = [row for run in group.ended.runs if (row := best_row(run))]
         if best:
-            errors = [_spread([100 * row.get(key, math.nan) for row in best]) for key in FRACTIONS]
+            errors = [_spread([100 * row.get(key, math.nan) for row in best]) for key in ERRORS]
             rows.append([group.name, str(len(best)), f"{median(row['update'] for row in best):,.0f}", *errors])
-    headings = ["method", "seeds", "update", *(f"{words(key)}, %" for key in FRACTIONS)]
+    headings = ["method", "seeds", "update", *(f"{words(key)}, %" for key in ERRORS)]
     note = "Each run where its validation error is smallest; failed and unfinished runs are not in it."
     return Sheet("Chosen on the validation set", headings, rows, note) if rows else None
 
