@@ -17,7 +17,7 @@ from prong.lab.training import Anneal, Plan
 
 NAME = "autoencoder"
 QUICK_UPDATES = 300
-QUICK_METHODS = ("nesterov", "batchnorm", "adam", "prong-balanced")
+QUICK_METHODS = ("nesterov", "adam", "batchnorm", "prong-balanced", "prong-bn")
 # Chosen by `prong bench race` (results/race.json), eight trials for each method and start, by how few updates they took
 # to an error of 7; sgd as nesterov. The best of prong's failed with two of three seeds, so this is the next one;
 # whitened-adam and kfac-like took no part: theirs are guesses.
