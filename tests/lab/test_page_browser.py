@@ -81,6 +81,12 @@ def test_every_chart_is_drawn(browser: Chrome) -> None:
         assert chart.size["width"] > 300 and chart.size["height"] > 300
 
 
+def test_no_chart_is_wider_than_its_frame(browser: Chrome) -> None:
+    """Each is drawn before those beside it are there, and must make room for them."""
+    fits = "return [...document.querySelectorAll('.chart')].map(c => c.scrollWidth <= c.clientWidth)"
+    WebDriverWait(browser, 10).until(lambda d: d.execute_script(fits) == [True] * CHARTS)
+
+
 def test_a_click_on_the_legend_hides_a_curve_with_its_band_and_another_brings_them_back(browser: Chrome) -> None:
     chart = browser.find_elements(By.CSS_SELECTOR, ".js-plotly-plot")[3]
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", chart)
