@@ -378,3 +378,23 @@ def test_half_models_train_and_fold(dtype):
         x = batches(model, 1)[0][0]
         before = model(x)
         torch.testing.assert_close(prong.fold_(model)(x), before, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_whitening": "empirical"}, {"balance": True}], ids=str)
+def test_without_early_refreshes_the_first_window_is_as_long_as_the_others(options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    optimizer = prong.PRONG(model, lr=1e-3, eps=0.1, period=20, samples=24, early=False, **options)
+    sites = [site for _, site in prong.injection.whitened_sites(model).values()]
+    data = [torch.randn(8, 4).double() + k for k in range(40)]
+    gathering = []
+    for x in data:
+        gathering.append([site.inputs is not None for site in sites])
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        if len(gathering) % 20 == 0:
+            last = torch.cat(data[len(gathering) - 3 : len(gathering)])
+            torch.testing.assert_close(sites[0].whitening.c[0], last.mean(0))
+    expected = [k == 0 or k % 20 >= 17 for k in range(40)]
+    assert gathering == [[due, due] for due in expected]

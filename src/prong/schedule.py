@@ -327,6 +327,8 @@ class Refresher:
             self._refresh(due)
         if self.plus:
             rescale_(self.sites, self.optimizer, self.workers)  # which does nothing to sites in new coordinates
+        if self.source == "window" and self.updates == 1 and not due:
+            self._close_windows_until_due()
         if isinstance(self.source, str):
             self._open_windows()
 
@@ -399,12 +401,22 @@ class Refresher:
     def _close_windows(self, examples: dict[str, float]) -> None:
         """Begin the next windows: empty, or with what is still recent where the next one overlaps this one."""
         self.windows.measure(examples, self.updates)
+        self.windows.begin(examples, self.updates)
         if self.gradients is not None:
             self.gradients.close(examples)
         for name in examples:
             if self.source == "window" and not self._window_is_due(name):
                 self.windows.close(name)
         self.windows.fade(examples, self.samples)
+
+    def _close_windows_until_due(self) -> None:
+        """After the first update it is known how fast windows fill: those that are not due yet have begun too early."""
+        self.windows.measure(self.windows.examples(), self.updates)
+        for name, (_, site) in self.sites.items():
+            if site.inputs is not None and not self._window_is_due(name):
+                self.windows.close(name)
+                if self.gradients is not None and self.gradients.needs_windows:
+                    site.outputs = None
 
     def _window_is_due(self, name: str) -> bool:
         """Whether a window of `samples` examples that ends at the next refresh has begun."""

@@ -63,13 +63,21 @@ class Windows:
         moments = {name: inputs.moments for name, inputs in windows.items()}
         return Reduction(moments, self._workers, {name: inputs.examples for name, inputs in windows.items()})
 
+    def examples(self) -> dict[str, float]:
+        """How many the open ones of all workers hold."""
+        own = {name: inputs.examples for name, (_, site) in self._sites.items() if (inputs := site.inputs) is not None}
+        return self._workers.total(own)
+
     def measure(self, examples: Mapping[str, float], now: int) -> None:
-        """Learn how fast these fill, from how many examples they hold; the next ones begin now."""
+        """Learn how fast these fill, from how many examples they hold."""
         for name, seen in examples.items():
             length = now - self._start[name]
             if length > 0 and seen > 0:
                 self._rates[name] = seen / length
-            self._start[name] = now
+
+    def begin(self, names: Iterable[str], now: int) -> None:
+        """The next ones of these begin now, with whatever they hold."""
+        self._start |= dict.fromkeys(names, now)
 
     def fade(self, examples: Mapping[str, float], samples: int) -> None:
         """Let what is older than `samples` examples count less, given how many all workers have seen of late."""
@@ -82,8 +90,7 @@ class Windows:
 
     def fade_after_update(self, samples: int) -> None:
         """The same for all of them, at every update."""
-        own = {name: inputs.examples for name, (_, site) in self._sites.items() if (inputs := site.inputs) is not None}
-        self.fade(self._workers.total(own), samples)
+        self.fade(self.examples(), samples)
 
     def scale(self, weight: float) -> None:
         """Let everything they hold count so many times, as when it was saved by another number of workers."""
