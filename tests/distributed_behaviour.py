@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -223,6 +224,16 @@ def gradients_are_whitened_to_the_same_bits(place: Place) -> dict[str, Tensor]:
     return canonical(model)
 
 
+def nobody_keeps_the_wrapper(place: Place) -> bool:
+    """DistributedDataParallel goes when the user lets go of it: as the last to hold a group, it might wait for ever."""
+    model, whole, optimizer = ddp()
+    updates(whole, optimizer, batches(model, 3, SIZE), place)
+    kept = weakref.ref(whole)
+    del whole
+    assert kept() is None
+    return True
+
+
 def factorisations_are_shared_out(place: Place) -> list[int]:
     """With as many equal layers as there are ranks, each factorises one."""
     from prong.distributed.sharing import owners
@@ -305,6 +316,7 @@ BEHAVIOUR: dict[str, Callable[[Place], Any]] = {
         rank_zeros_own_state_is_sound,
         whitenings_are_the_same_bits,
         gradients_are_whitened_to_the_same_bits,
+        nobody_keeps_the_wrapper,
         factorisations_are_shared_out,
         one_large_exchange_per_refresh,
         refusals,

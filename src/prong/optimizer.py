@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -102,7 +103,7 @@ class PRONG(torch.optim.SGD, Joinable):
             raise ValueError("balance is the scalar version of gradient_whitening; choose one of them")
         if balance or gradient_whitening is not None:
             check_unsharded(model, "whitening of gradients", "leave balance and gradient_whitening off")
-        self.model, self._given = model, given
+        self.model, self._given = model, weakref.ref(given)  # DistributedDataParallel is not ours to keep
         whitened = [layer for _, layer in whitened_layers(model)]
         if not whitened:
             whiten_(model, form or ("explicit" if plus else "implicit"), cutoff=cutoff, storage=storage)
@@ -196,7 +197,7 @@ class PRONG(torch.optim.SGD, Joinable):
 
     def join_hook(self, **unused: Any) -> JoinHook:
         """For `torch.distributed.algorithms.Join([model, optimizer])`, where some workers run out of data early."""
-        return Shadow(self, self._given)
+        return Shadow(self, self._given())
 
     @property
     def join_device(self) -> torch.device:

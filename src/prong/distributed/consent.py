@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 from torch import nn
@@ -36,7 +37,7 @@ class Consent:
         undo: Callable[[], None],
     ) -> None:
         self.errors: list[FloatingPointError] | None = None if workers.alone else []
-        self._workers, self._model, self._optimizer = workers, model, optimizer
+        self._workers, self._model, self._optimizer = workers, weakref.ref(model), optimizer
         self._gathering, self._undo = gathering, undo
 
     def ask(self) -> None:
@@ -48,7 +49,7 @@ class Consent:
         """
         if self.errors is None:
             return
-        if _joined(self._model) and not _joined(self._optimizer):
+        if _joined(self._model()) and not _joined(self._optimizer):
             raise RuntimeError(
                 "the optimizer's workers exchange statistics too: instead of model.join() use "
                 "torch.distributed.algorithms.Join([model, optimizer]), with prong.PRONG as the optimizer"

@@ -23,7 +23,7 @@ class Shadow(JoinHook):
         ValueError: an optimizer whose updates cannot be followed from afar.
     """
 
-    def __init__(self, optimizer: PRONG, model: torch.nn.Module) -> None:
+    def __init__(self, optimizer: PRONG, model: torch.nn.Module | None) -> None:
         if not isinstance(model, DistributedDataParallel):
             raise ValueError("to join, PRONG must know its DistributedDataParallel: give it that, not the model inside")
         if any(layer.form == "explicit" for layer, _ in optimizer.refresher.sites.values()):
