@@ -225,12 +225,13 @@ def gradients_are_whitened_to_the_same_bits(place: Place) -> dict[str, Tensor]:
 
 
 def nobody_keeps_the_wrapper(place: Place) -> bool:
-    """DistributedDataParallel goes when the user lets go of it: as the last to hold a group, it might wait for ever."""
+    """Nor the group: whoever is the last to hold it waits for its threads, perhaps for ever, or they outlive Python."""
     model, whole, optimizer = ddp()
     updates(whole, optimizer, batches(model, 3, SIZE), place)
     kept = weakref.ref(whole)
     del whole
     assert kept() is None
+    assert optimizer.refresher.workers.group is None
     return True
 
 

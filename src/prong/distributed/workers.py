@@ -71,6 +71,8 @@ class Workers:
             )
         if not initialised:
             return ALONE
+        if group is dist.group.WORLD:
+            group = None  # by name: whoever keeps the default group keeps its threads, also when it has been destroyed
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         return cls(dist.get_rank(group), dist.get_world_size(group), device, group)
 
