@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Joinable, JoinHook
@@ -207,7 +208,7 @@ class PRONG(torch.optim.SGD, Joinable):
     @property
     def join_process_group(self) -> Any:
         """The workers."""
-        return self.refresher.workers.group
+        return self.refresher.workers.group or dist.group.WORLD
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("PRONG is bound to its model and cannot be copied or pickled; save its state_dict()")
