@@ -319,9 +319,9 @@ def test_self_attention_gathers_factorises_and_holds_one_whitening(form):
     optimizer.step()
     assert q.inputs is k.inputs is v.inputs
     assert q.whitening is k.whitening is v.whitening
-    matrices = 1 if form == "implicit" else 2
+    held = 36 + 2 * 6 if form == "implicit" else 2 * 36 + 6
     rows = {row.name: row for row in prong.summary(layer)}
-    assert rows["(model)"].memory == (matrices * 36 + 6 + 36 + 6) * 8, "P (or U and its inverse), c, and one window"
+    assert rows["(model)"].memory == (held + 36 + 6) * 8, "P, c and c P, or U, its inverse and c; and one window"
     layer.double().to("cpu").float()
     assert q.inputs is k.inputs and q.whitening is k.whitening
 

@@ -158,7 +158,7 @@ def test_gradcheck_passes_where_only_the_backward_is_ordinary(rows):
 
     def function(h, W, b):
         switch.ordinary = False
-        where = whitening.P, whitening.c, None, 0.0
+        where = whitening.P, whitening.c, whitening.cP, None, 0.0
         if rows < len(W):
             z = natural(Linear(layout), h, W, b, *where, switch)
         else:

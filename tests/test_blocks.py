@@ -137,7 +137,7 @@ def test_statistics_and_matrices_take_in_times_block_numbers() -> None:
     assert site.whitening.P.numel() == inputs * block
     (row,) = prong.summary(layer)
     assert row.inputs == "512 in blocks of 64"
-    held = [site.whitening.P, site.whitening.c]
+    held = [site.whitening.P, site.whitening.c, site.whitening.cP]
     if site.inputs is not None:
         held += site.inputs.moments.tensors()
     assert row.memory == 4 * sum(x.numel() for x in held) < 4 * 3 * inputs * block

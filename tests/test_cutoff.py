@@ -173,6 +173,20 @@ def test_matrices_are_stored_in_the_dtype_asked_for_and_steps_are_near():
     assert model[0].sites[0].whitening.P.dtype == torch.bfloat16, "what was asked for stays"
 
 
+@pytest.mark.parametrize("units", [True, False])
+def test_storage_by_itself_is_bfloat16_where_the_processor_has_units_for_it(units, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: units)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    for dtype in (torch.float32, torch.float64):
+        model = mlp().to(dtype)
+        optimizer = prong.PRONG(model, 1e-2, eps=0.1, period=4, samples=64, storage="auto")
+        run(model, optimizer, [(x.to(dtype), y) for x, y in batches(model, 6)])
+        low = units and dtype == torch.float32
+        assert model[0].sites[0].whitening.P.dtype == (torch.bfloat16 if low else dtype)
+        twin = copy.deepcopy(model)
+        assert twin.double()[0].sites[0].whitening.P.dtype == torch.float64, "where units are not asked for"
+
+
 @pytest.mark.parametrize("cutoff", [0.0, 1.0])
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16])
 def test_storage_does_not_turn_steps_around(storage, cutoff):

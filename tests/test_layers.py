@@ -125,8 +125,8 @@ def test_explicit_gradients_seen_in_canonical_coordinates_equal_implicit_ones(sp
 
 
 @PROPERTY
-@given(inputs=st.integers(1, 5), rows=st.integers(1, 6), bias=st.booleans(), seed=seeds)
-def test_activation_space_and_gradient_space_agree(inputs, rows, bias, seed):
+@given(inputs=st.integers(1, 5), rows=st.integers(1, 6), bias=st.booleans(), fused=st.booleans(), seed=seeds)
+def test_activation_space_and_gradient_space_agree(inputs, rows, bias, fused, seed):
     torch.manual_seed(seed)
     spec = LayerSpec(
         nn.Linear, {"in_features": inputs, "out_features": rows + 1, "bias": bias}
@@ -136,11 +136,12 @@ def test_activation_space_and_gradient_space_agree(inputs, rows, bias, seed):
     h = spec.sample(rows).requires_grad_()
     W, b = layer.weight, layer.bias
     parameters = [h, W] if b is None else [h, W, b]
+    cP = site.whitening.cP if fused else None
     in_activation_space = natural(
-        Linear(site.layout), h, W, b, site.whitening.P, site.whitening.c, None, site.whitening.tail, Switch()
+        Linear(site.layout), h, W, b, site.whitening.P, site.whitening.c, cP, None, site.whitening.tail, Switch()
     )
     in_gradient_space = F.linear(
-        h, *naturalize(W, b, site.whitening.P, site.whitening.c, None, 0.0, site.layout, Switch())
+        h, *naturalize(W, b, site.whitening.P, site.whitening.c, cP, None, 0.0, site.layout, Switch())
     )
     assert_close(in_activation_space, in_gradient_space)
     expected = torch.autograd.grad(curved(in_gradient_space), parameters)
@@ -149,6 +150,21 @@ def test_activation_space_and_gradient_space_agree(inputs, rows, bias, seed):
     twice = torch.autograd.grad(curved(layer(h)) * 2, parameters[1:])
     halves = torch.autograd.grad(sum(curved(z) for z in layer(many).chunk(2)), parameters[1:])
     assert_close(halves, twice, rtol=1e-9)
+
+
+@pytest.mark.parametrize("length", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("space", [10, 2000], ids=["activation", "gradient"])
+def test_steps_of_inputs_with_a_mean_have_the_digits_of_single_precision(length, space):
+    torch.manual_seed(0)
+    h = torch.randn(2000, 200) @ torch.randn(200, 200) / 200**0.5 + length * torch.randn(200)
+    exact = prong.whiten_(nn.Linear(200, 100).double())
+    prong.refresh_(exact, [h.double()], eps=0.1)
+    h, delta, gradients = h[:space], torch.randn(space, 100), []
+    for layer in (exact, copy.deepcopy(exact).float()):
+        assert layer.sites[0].whitening.cP is not None
+        gradients.append(torch.autograd.grad(layer(h.to(layer.weight)), layer.weight, delta.to(layer.weight))[0])
+    double, single = gradients
+    assert (single - double).norm() < 1e-5 * double.norm()
 
 
 # Shapes and reuse -----------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from prong.projection import (
     transport_velocity,
 )
 from prong.transport import _POWERS
-from prong.whitening import Whitening
+from prong.whitening import Whitening, times_inverse
 from tests import reference
 from tests.closeness import assert_close
 
@@ -184,8 +184,12 @@ def test_the_natural_gradient_is_the_canonical_image_of_a_step_on_V_and_d(case, 
     w, h, lr = case.whitening(centred), case.inputs(), 0.1
     V, d = to_whitened(W, b, w)
     explicit = to_canonical(*step((V, d), whitened_gradient(V, d, w, h), lr), w)
-    natural = natural_gradient(*canonical_gradient(W, b, h), w.P, w.c)
-    assert_close(step((W, b), natural, lr), explicit)
+    gradient = canonical_gradient(W, b, h)
+    assert_close(step((W, b), natural_gradient(*gradient, w.P, w.c), lr), explicit)
+    cP = None if w.c is None else times_inverse(w.c.unsqueeze(1), w.P).squeeze(1)
+    kept = [None if x is None else x.clone() for x in gradient]
+    assert_close(step((W, b), natural_gradient(*gradient, w.P, w.c, cP=cP), lr), explicit)
+    assert_close(gradient, tuple(kept), tolerance=0.0)
 
 
 @given(cases)

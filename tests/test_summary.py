@@ -49,14 +49,18 @@ def test_a_summary_has_a_row_per_layer_with_parameters_and_the_reason_where_it_i
     assert "tied" in rows["head"].note
 
 
+HELD = {"implicit": (1, 2), "explicit": (2, 1)}  # P, c and c P; U, its inverse and c
+
+
 @forms
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_memory_is_that_of_the_whitening_matrices(form, dtype):
     model = prong.whiten_(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2, bias=False)).to(dtype), form)
     assert [row.memory for row in prong.summary(model)] == [0, 0]
     prong.refresh_(model, torch.randn(20, 5).to(dtype))
-    size, matrices = torch.empty(0, dtype=dtype).element_size(), {"implicit": 1, "explicit": 2}[form]
-    with_mean, without_mean = (matrices * 25 + 5) * size, matrices * 9 * size
+    size = torch.empty(0, dtype=dtype).element_size()
+    matrices, vectors = HELD[form]
+    with_mean, without_mean = (matrices * 25 + vectors * 5) * size, matrices * 9 * size
     assert [row.memory for row in prong.summary(model)] == [with_mean, without_mean]
     assert [row.note for row in prong.summary(model)] == ["", ""]
 
@@ -93,7 +97,8 @@ def test_groups_and_attention_tell_the_sizes_of_their_inputs(form):
 def test_memory_of_attention_counts_what_its_three_sites_do_not_share(form):
     layer = prong.whiten_(nn.MultiheadAttention(8, 2, batch_first=True), form)
     x, y = torch.randn(2, 6, 4, 8)
-    one = ({"implicit": 1, "explicit": 2}[form] * 64 + 8) * 4
+    matrices, vectors = HELD[form]
+    one = (matrices * 64 + vectors * 8) * 4
     prong.refresh_(layer, [x], forward=lambda m, b: m(b, b, b))
     assert [row.memory for row in prong.summary(layer)] == [one, one]
     prong.refresh_(layer, [x], forward=lambda m, b: m(b, y, y))

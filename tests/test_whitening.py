@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from prong.statistics import Moments
-from prong.whitening import BASES, Whitening, WhiteningError, whiten, whiten_together
+from prong.whitening import BASES, Whitening, WhiteningError, times_inverse, whiten, whiten_together
 from tests import reference
 from tests.closeness import assert_close
 
@@ -539,3 +539,26 @@ def test_what_one_by_one_must_do_is_not_done_together():
     assert whiten_together([good], 0.1) is None
     assert whiten_together([good, few], 0.1) is None
     assert whiten_together([good, broken], 1e-30) is None
+
+
+# The product with the mean
+
+
+@pytest.mark.parametrize("cutoff", [0.0, 1.0])
+@pytest.mark.parametrize("rows", [5, 200], ids=["thin", "dense"])
+@pytest.mark.parametrize(("length", "short"), [(3.9, True), (4.1, False)])
+def test_the_mean_is_multiplied_once_unless_it_is_long(rows, length, short, cutoff):
+    torch.manual_seed(0)
+    h = torch.randn(1, rows, 24, dtype=torch.float64) * torch.tensor([3.0] * 2 + [0.1] * 22)
+    h = h - h.mean(1, keepdim=True)
+    direction = torch.nn.functional.normalize(torch.randn(24, dtype=torch.float64), dim=0)
+    h = h + length * h.square().sum(-1).mean().sqrt() * direction
+    w = whiten(moments_of(h), 0.1, cutoff=cutoff)
+    assert w.c is not None and w.P is not None and (w.tail > 0) == (cutoff > 0)
+    assert (w.cP is not None) == short
+    if w.cP is not None:
+        torch.testing.assert_close(
+            times_inverse(h, w.P, w.tail) - w.cP.unsqueeze(1), times_inverse(h - w.c.unsqueeze(1), w.P, w.tail)
+        )
+    assert whiten(moments_of(h), 0.1, centred=False).cP is None
+    assert whiten(moments_of(h), 0.1, "pca").cP is None

@@ -10,7 +10,7 @@ import torch
 
 from prong.layers import Explicit, Site, WhitenedLayer
 from prong.statistics import Moments
-from prong.whitening import Basis, Whitening, WhiteningError, rounded, whiten, whiten_together
+from prong.whitening import Basis, Whitening, WhiteningError, rounded, storage_for, whiten, whiten_together
 
 Request = tuple[Moments, float, Basis | None, bool, float, int]  # the arguments of `whiten`
 Requests = Mapping[str, tuple[Request, torch.dtype | None]]  # by site, with the dtype to store the result in
@@ -23,7 +23,7 @@ def requests_of(
     seen = {name: m for name, m in moments.items() if m.count > 0}
     if not seen:
         raise ValueError("no whitened layer saw any input; did the model run on the batches?")
-    return {name: (_request(sites[name], m, eps), sites[name][0].storage) for name, m in seen.items()}
+    return {name: (_request(sites[name], m, eps), _storage(sites[name])) for name, m in seen.items()}
 
 
 def _warn(note: str) -> None:
@@ -54,6 +54,11 @@ def factorise(requests: Requests, eps: float, warn: Callable[[str], None] = _war
 
 
 BATCHED = 128  # inputs, up to which factorisations on the CPU are batched
+
+
+def _storage(place: tuple[WhitenedLayer, Site]) -> torch.dtype | None:
+    layer, site = place
+    return storage_for(layer.storage, layer.pair(site)[0])
 
 
 def _request(place: tuple[WhitenedLayer, Site], moments: Moments, eps: float) -> Request:

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from prong.distributed.sharding import check_unsharded
 from prong.layers import FORMS, Explicit, Site, Switch, WhitenedLayer, trained_name
-from prong.whitening import Basis, check_basis, check_cutoff, check_storage
+from prong.whitening import Basis, Storage, check_basis, check_cutoff, check_storage
 
 Form = Literal["implicit", "explicit"]
 Layers = str | Iterable[str] | Callable[[str, nn.Module], bool] | None
@@ -45,7 +45,7 @@ def whiten_(
     layers: Layers = None,
     basis: Basis = "pca",
     cutoff: float = 0.0,
-    storage: torch.dtype | None = None,
+    storage: Storage | None = None,
     max_positions: int | None = None,
     block: int | None = None,
 ) -> nn.Module:
@@ -64,6 +64,7 @@ def whiten_(
             Gains grow by at most about `1 + cutoff` times; where few directions remain, updates cost less. 0: exact.
         storage: implicit form: the dtype in which the matrices are kept and multiplied, e.g. torch.bfloat16 where the
             hardware is fast in it. None is the weight's own, and so it is for layers whose steps rounding would spoil.
+            "auto" is bfloat16 for float32 weights on devices with units for it, and elsewhere None.
         max_positions: at most so many positions per example enter a convolution's statistics.
         block: implicit form: whiten contiguous blocks of at most so many inputs, each by itself, as if inputs of
             different blocks were uncorrelated; 1 scales each input. For layers too wide for `in^2` numbers: it takes

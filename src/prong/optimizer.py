@@ -22,6 +22,7 @@ from prong.initialization import Scheme, fan_in_, initialize_
 from prong.injection import Form, check_model, fold_, whiten_, whitened_layers
 from prong.refresh import OnRefresh, require_whitened
 from prong.schedule import Period, Refresher, Source
+from prong.whitening import Storage
 
 
 class PRONG(torch.optim.SGD, Joinable):
@@ -81,7 +82,7 @@ class PRONG(torch.optim.SGD, Joinable):
         samples: int = 12_800,  # N_s
         form: Form | None = None,
         cutoff: float = 0.0,
-        storage: torch.dtype | None = None,
+        storage: Storage | None = None,
         source: Source = "window",
         lag: int = 0,
         early: bool = True,

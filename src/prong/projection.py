@@ -37,11 +37,11 @@ def against(X: Tensor, c: Tensor, groups: int | None = None) -> Tensor:
     return x if groups is None or groups == x.shape[0] else x.reshape(groups, -1, x.shape[1]).sum(1)
 
 
-def less_outer(X: Tensor, x: Tensor, c: Tensor) -> Tensor:
+def less_outer(X: Tensor, x: Tensor, c: Tensor, out: Tensor | None = None) -> Tensor:
     """X - x c^T for every tap of X at once, in one pass: the outer product is nowhere written down."""
     if x.shape[0] != c.shape[0]:
         x = x.repeat_interleave(c.shape[0] // x.shape[0], dim=0)
-    return torch.addcmul(X, x[:, :, None, None], c[:, None, None, :], value=-1)
+    return torch.addcmul(X, x[:, :, None, None], c[:, None, None, :], value=-1, out=out)
 
 
 def to_whitened(W: Tensor, b: Tensor | None, whitening: Whitening) -> Pair:
@@ -65,20 +65,24 @@ def to_canonical(V: Tensor, d: Tensor | None, whitening: Whitening) -> Pair:
     return W, b
 
 
-def natural_gradient(gW: Tensor, gb: Tensor | None, P: Tensor, c: Tensor | None, tail: float = 0.0) -> Pair:
+def natural_gradient(
+    gW: Tensor, gb: Tensor | None, P: Tensor, c: Tensor | None, tail: float = 0.0, cP: Tensor | None = None
+) -> Pair:
     """The canonical image (nW, nb) of the gradient in whitened coordinates.
 
     A step -(gV, gd) on (V, d) is the step -(nW, nb) on (W, b), with P = U^T U and
 
         nW = (gW - gb c^T) P        nb = gb - nW c
 
-    P is as `times_inverse` takes it.
+    P is as `times_inverse` takes it. With `cP`, the product c P, nW = gW P - gb (c P)^T takes no copy of gW.
     """
-    centre = None if gb is None else c
-    if centre is not None and gb is not None:
-        gW = less_outer(gW, gb, centre)
-    nW = times_inverse(gW.flatten(1, 2), P, tail).view(gW.shape)
-    return nW, gb if centre is None or gb is None else gb - against(nW, centre, gb.shape[0])
+    if gb is None or c is None:
+        return times_inverse(gW.flatten(1, 2), P, tail).view(gW.shape), gb
+    centred = less_outer(gW, gb, c) if cP is None else gW
+    nW = times_inverse(centred.flatten(1, 2), P, tail).view(gW.shape)
+    if cP is not None:
+        less_outer(nW, gb, cP, out=nW)
+    return nW, gb - against(nW, c, gb.shape[0])
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from prong.precision import full_precision
+from prong.precision import full_precision, has_bfloat16
 from prong.spectrum import leading_directions, leading_subspace
 from prong.statistics import Moments
 
@@ -31,7 +31,10 @@ class Whitening:
 
     With `tail` > 0, P is given by a thin matrix of leading directions: what stands for it is `tail I - P P^T`.
 
-    Shapes: c (groups, in); U, U_inv, P (groups, in, in), or P (groups, in, rank) with `tail`.
+    `cP` is the product c P where that serves: (h - c) P = h P - c P without a centred copy of h. Rounding errors of h P
+    grow with the mean, so it is None where means are long (`LONG`), and where P is rounded to lower precision.
+
+    Shapes: c, cP (groups, in); U, U_inv, P (groups, in, in), or P (groups, in, rank) with `tail`.
     """
 
     c: Tensor | None
@@ -40,6 +43,7 @@ class Whitening:
     U_inv: Tensor | None = None
     P: Tensor | None = None
     tail: float = 0.0
+    cP: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Whitening:
         """The same whitening with `function` applied to every tensor."""
@@ -121,10 +125,11 @@ def whiten(
     X = factor / math.sqrt(moments.count) if thin and factor is not None else moments.covariance(centred)
     if not torch.isfinite(X).all():
         raise FloatingPointError("the second moments are not finite: the inputs are too large to square")
+    spread = X.square().sum((-2, -1)) if thin else X.diagonal(dim1=-2, dim2=-1).sum(-1)
     if cutoff > 0 and basis is None:
         Q = _leading(X.mT @ X if thin else X, eps, cutoff, expected)
         if Q is not None:
-            return Whitening(moments.mean.clone() if centred else None, eps, P=Q, tail=1 / eps)
+            return with_product(Whitening(moments.mean.clone() if centred else None, eps, P=Q, tail=1 / eps), spread)
     dense, low_rank = FACTORISATIONS[basis]
     factorise = low_rank if thin else dense
     for dtype, damping in (
@@ -141,7 +146,7 @@ def whiten(
         c = moments.mean.clone() if centred else None
         whitening = Whitening(c, damping, **matrices).map(lambda x: x.to(X.dtype))
         if whitening.is_finite():
-            return whitening
+            return with_product(whitening, spread)
     raise WhiteningError(
         f"no factorisation of the {X.shape[-1]} x {X.shape[-1]} covariance succeeded, "
         f"even with damping {100 * eps:g}; its largest entry is {X.abs().max().item():.3g}, "
@@ -169,20 +174,40 @@ def whiten_together(
         return None
     groups = [m.mean.shape[0] for m in several]
     parts = {key: torch.split(x, groups) for key, x in matrices.items()}
+    spreads = torch.split(X.diagonal(dim1=-2, dim2=-1).sum(-1), groups)
     whitenings = []
     for i, m in enumerate(several):
         own: dict[str, Any] = {key: part[i].clone() for key, part in parts.items()}
-        whitenings.append(Whitening(m.mean.clone() if centred else None, eps, **own))
+        whitenings.append(with_product(Whitening(m.mean.clone() if centred else None, eps, **own), spreads[i]))
     return whitenings if all(w.is_finite() for w in whitenings) else None
 
 
+LONG = 4.0  # mean over spread, as lengths, up to which h P - c P is as good: it has so many times the rounding errors
+
+
+def with_product(whitening: Whitening, spread: Tensor) -> Whitening:
+    """The whitening with `cP` if it has c and P, and c is not long beside this spread, tr Sigma (groups,)."""
+    c, P = whitening.c, whitening.P
+    if c is None or P is None or (c.square().sum(-1) > LONG**2 * spread).any():
+        return whitening
+    return replace(whitening, cP=times_inverse(c.unsqueeze(1), P, whitening.tail).squeeze(1))
+
+
+Storage = torch.dtype | Literal["auto"]
 STORAGES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def check_storage(storage: torch.dtype | None) -> None:
+def check_storage(storage: Storage | None) -> None:
     """Refuse a dtype that matrices cannot be multiplied in."""
-    if storage is not None and storage not in STORAGES:
-        raise TypeError(f"storage is one of {', '.join(map(str, STORAGES))}, or None; got {storage!r}")
+    if storage not in (None, "auto", *STORAGES):
+        raise TypeError(f"storage is 'auto', one of {', '.join(map(str, STORAGES))}, or None; got {storage!r}")
+
+
+def storage_for(storage: Storage | None, weight: Tensor) -> torch.dtype | None:
+    """The dtype for the matrices of a weight: "auto" is bfloat16 for float32 where the device has units for it."""
+    if storage == "auto":
+        return torch.bfloat16 if weight.dtype == torch.float32 and has_bfloat16(weight.device) else None
+    return storage
 
 
 def rounded(whitening: Whitening, moments: Moments, storage: torch.dtype) -> Whitening:
@@ -202,7 +227,7 @@ def rounded(whitening: Whitening, moments: Moments, storage: torch.dtype) -> Whi
     if within:
         off = torch.linalg.matrix_norm(gains - torch.eye(lam.shape[-1], dtype=gains.dtype, device=gains.device), 2)
         within = (off < 0.5).all()
-    return replace(whitening, P=P) if within else whitening
+    return replace(whitening, P=P, cP=None) if within else whitening
 
 
 def times_inverse(X: Tensor, P: Tensor, tail: float = 0.0) -> Tensor:

@@ -16,7 +16,19 @@ import torch
 from matplotlib.image import imread
 from rich.console import Console
 
-from prong.lab.bench import compiled, document, options, pace, profile, refresh, scaling, spaces, step_cost, watching
+from prong.lab.bench import (
+    centring,
+    compiled,
+    document,
+    options,
+    pace,
+    profile,
+    refresh,
+    scaling,
+    spaces,
+    step_cost,
+    watching,
+)
 from prong.lab.bench.contest import SETTINGS
 from prong.lab.page.runs import gather
 from prong.lab.terminal import progress
@@ -29,6 +41,7 @@ COMMANDS = {
     "profile": "--batches 8 --methods PRONG --repetitions 2 --block 1",
     "refresh": "--max-width 128 --samples 100 --batch 32 --repetitions 2",
     "spaces": "--width 16 --channels 8 --map-size 4 --repetitions 2",
+    "centring": "--batch 4 --repetitions 2",
     "options": "--options cutoff=1 period=auto --updates 2 --seeds 0",
     "watching": "--batches 8 --repetitions 2 --block 1",
     "scaling": "--depths 1 2 --widths 8 16 --batches 4 8 --samples 16 --repetitions 2 --block 2",
@@ -340,6 +353,19 @@ def test_the_crossover_is_where_both_spaces_cost_the_same() -> None:
     assert spaces.crossover([point(0.5, 4.0), point(1.0, 8.0), point(2.0, 16.0)]) == pytest.approx(1.0)
     assert spaces.crossover([point(0.5, 4.0), point(2.0, 16.0)]) == pytest.approx(1.0)
     assert spaces.crossover([point(0.5, 4.0), point(1.0, 6.0)]) is None
+
+
+def test_ways_of_centring_agree_while_means_are_short_and_only_then(runs: Runs) -> None:
+    record = runs.record("centring")
+    assert {len(ms) for ms in record["ms"].values()} == {2}
+    loss = {mean: [found[i] for found in record["errors"].values()] for i, mean in enumerate(record["means"])}
+    assert all(max(loss[mean]) < 1e-5 for mean in (0.0, 1.0, 4.0))
+    copied, fused = loss[1000.0]
+    assert fused > 100 * copied
+    layer = centring._Layer(20, 3, mean=1.0)
+    first, *others = (way(layer) for name, way in centring.WAYS.items() if name != centring.NONE)
+    for other in others:
+        torch.testing.assert_close(other.view_as(first), first, rtol=1e-4, atol=1e-4)
 
 
 def test_the_spaces_table_has_every_layer_and_ratio(runs: Runs) -> None:

@@ -96,6 +96,11 @@ BENCH = Group(
             "Activation space against gradient space: the backward of one layer in both.",
             ("prong bench spaces --json results/spaces.json", "prong bench spaces --width 256 --repetitions 3"),
         ),
+        "centring": Command(
+            "prong.lab.bench.centring:main",
+            "What it costs to take the mean off inputs, and what it loses.",
+            ("prong bench centring --json results/centring.json", "prong bench centring --batch 1024 --repetitions 5"),
+        ),
         "profile": Command(
             "prong.lab.bench.profile:main",
             "Where the time of an update goes.",

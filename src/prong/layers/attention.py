@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from prong.layers.base import Explicit, Implicit, Site, WhitenedLayer, canonical_property
 from prong.layers.layout import Layout
-from prong.layers.natural import Linear, activation_space_is_cheaper, natural
+from prong.layers.natural import Linear, activation_space_is_cheaper
 
 
 class _Projection:
@@ -146,13 +146,9 @@ class ImplicitMultiheadAttention(Implicit, AttentionKind, nn.MultiheadAttention)
 
     def project(self, site: Site, h: Tensor) -> Tensor:  # noqa: D102
         rows = h.numel() // max(h.shape[-1], 1)
-        w = site.whitening
-        if w is None or w.P is None or not self.naturally(site) or not activation_space_is_cheaper(site.layout, rows):
+        if not self.naturally(site) or not activation_space_is_cheaper(site.layout, rows):
             return super().project(site, h)
-        weight, bias = self.pair(site)
-        W, b = site.part(weight), site.part(bias)
-        assert W is not None
-        return natural(Linear(site.layout), h, W, b, w.P, w.c, self.gain(site), w.tail, self.switch)
+        return self.natural(site, Linear(site.layout), h)
 
 
 class ExplicitMultiheadAttention(Explicit, AttentionKind, nn.MultiheadAttention):

@@ -19,7 +19,7 @@ from prong.layers.natural import Operation, Switch, in_transform, natural, natur
 from prong.precision import full_precision
 from prong.projection import Pair, to_canonical, to_whitened
 from prong.statistics import MeanSquare, Moments, Window
-from prong.whitening import Basis, Whitening
+from prong.whitening import Basis, Storage, Whitening, storage_for
 
 
 def in_backward() -> bool:
@@ -144,7 +144,7 @@ class WhitenedLayer(nn.Module):
     switch: Switch
     basis: Basis
     cutoff: float
-    storage: torch.dtype | None
+    storage: Storage | None
     max_positions: int | None
     owner: Owner | None
 
@@ -236,7 +236,7 @@ class WhitenedLayer(nn.Module):
         """A whitening in the precision of the site's weight; a P that is stored in another stays so."""
         weight, _ = self.pair(site)
         kept = whitening.map(lambda x: x.to(weight.device, weight.dtype))  # the weight may be sharded
-        if self.storage is None or whitening.P is None or whitening.P.dtype != self.storage:
+        if whitening.P is None or whitening.P.dtype != storage_for(self.storage, weight):
             return kept
         return replace(kept, P=whitening.P.to(weight.device))
 
@@ -270,7 +270,7 @@ class Implicit(WhitenedLayer):
             return W, b
         w = site.whitening
         assert w is not None and w.P is not None
-        return naturalize(W, b, w.P, w.c, self.gain(site), w.tail, site.layout, self.switch)
+        return naturalize(W, b, w.P, w.c, w.cP, self.gain(site), w.tail, site.layout, self.switch)
 
     def naturally(self, site: Site) -> bool:
         """Whether gradients are asked for, and are to be natural."""
@@ -281,10 +281,11 @@ class Implicit(WhitenedLayer):
         return None if torch.compiler.is_compiling() or in_transform() else site.gain
 
     def natural(self, site: Site, operation: Operation, h: Tensor) -> Tensor:
-        """The operation with the site's whole weight and bias, and natural gradients by way of activation space."""
-        w = site.whitening
-        assert w is not None and w.P is not None
-        return natural(operation, h, *self.pair(site), w.P, w.c, self.gain(site), w.tail, self.switch)
+        """The operation with the site's weight and bias, and natural gradients by way of activation space."""
+        weight, bias = self.pair(site)
+        W, w = site.part(weight), site.whitening
+        assert W is not None and w is not None and w.P is not None
+        return natural(operation, h, W, site.part(bias), w.P, w.c, w.cP, self.gain(site), w.tail, self.switch)
 
 
 TRAINED_NAME = {"weight": "V", "bias": "d"}

@@ -2,8 +2,10 @@
 
 Two orders of multiplication give the same result; the cheaper is chosen by shape:
 
-    activation space    nW = delta^T ((h - c) P)           costs  positions x in^2
+    activation space    nW = delta^T (h P - c P)           costs  positions x in^2
     gradient space      nW = (delta^T h - gb c^T) P        costs  out x taps x in^2
+
+Neither makes a centred copy of the inputs: `c P` is known since the refresh, `gb c^T` is of rank one.
 
 A `Gain`, where there is one, multiplies the steps of each group on top: `balance`.
 """
@@ -36,6 +38,9 @@ class Switch:
     ordinary: bool = False
 
 
+Centre = tuple[Tensor | None, Tensor | None]  # what is taken off inputs before they are multiplied by P, and after
+
+
 class Operation(Protocol):
     """What a layer computes from inputs h, weight W and bias b, and the pieces of its derivative."""
 
@@ -46,7 +51,7 @@ class Operation(Protocol):
     def __call__(self, h: Tensor, W: Tensor, b: Tensor | None) -> Tensor:
         """The output."""
 
-    def whitened(self, h: Tensor, P: Tensor, c: Tensor | None, tail: float, gain: Tensor | None) -> Tensor:
+    def whitened(self, h: Tensor, P: Tensor, c: Centre, tail: float, gain: Tensor | None) -> Tensor:
         """What `weight_gradient` takes, gain (h - c) P; see `times_inverse` for P and tail."""
 
     def input_gradient(self, delta: Tensor, h: Tensor, W: Tensor) -> Tensor:
@@ -74,7 +79,7 @@ class Linear:
     def __call__(self, h: Tensor, W: Tensor, b: Tensor | None) -> Tensor:  # noqa: D102
         return F.linear(h, W, b)
 
-    def whitened(self, h: Tensor, P: Tensor, c: Tensor | None, tail: float, gain: Tensor | None) -> Tensor:  # noqa: D102
+    def whitened(self, h: Tensor, P: Tensor, c: Centre, tail: float, gain: Tensor | None) -> Tensor:  # noqa: D102
         return self.layout.unrow(_whitened_rows(self.layout, self.layout.rows(h, -1), P, c, tail, gain))
 
     def input_gradient(self, delta: Tensor, h: Tensor, W: Tensor) -> Tensor:  # noqa: D102
@@ -120,7 +125,7 @@ class Convolution:
             z = convolve(h, W, b, self.stride, self.padding, self.dilation, groups)
         return z
 
-    def whitened(self, h: Tensor, P: Tensor, c: Tensor | None, tail: float, gain: Tensor | None) -> Tensor:  # noqa: D102
+    def whitened(self, h: Tensor, P: Tensor, c: Centre, tail: float, gain: Tensor | None) -> Tensor:  # noqa: D102
         x = _whitened_rows(self.layout, self.layout.rows(h, 1), P, c, tail, gain)
         return self.layout.unrow(x).reshape(h.shape[0], *h.shape[2:], h.shape[1]).movedim(-1, 1)
 
@@ -159,11 +164,12 @@ class Convolution:
         return gradient
 
 
-def _whitened_rows(
-    layout: Layout, rows: Tensor, P: Tensor, c: Tensor | None, tail: float, gain: Tensor | None
-) -> Tensor:
+def _whitened_rows(layout: Layout, rows: Tensor, P: Tensor, c: Centre, tail: float, gain: Tensor | None) -> Tensor:
     """The product gain (rows - c) P for rows (matrices, n, in)."""
-    x = times_inverse(rows if c is None else rows - c.unsqueeze(1), P, tail)
+    before, after = c
+    x = times_inverse(rows if before is None else rows - before.unsqueeze(1), P, tail)
+    if after is not None:
+        x.sub_(after.unsqueeze(1))
     return x if gain is None else x.mul_(layout.per_matrix(gain.to(x)))
 
 
@@ -201,6 +207,7 @@ class _Naturalize(_Function):
         b: Tensor | None,
         P: Tensor,
         c: Tensor | None,
+        cP: Tensor | None,
         gain: Gain | None,
         tail: float,
         layout: Layout,
@@ -210,17 +217,17 @@ class _Naturalize(_Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        W, b, P, c, ctx.gain, ctx.tail, ctx.layout, ctx.switch = inputs
+        W, b, P, c, cP, ctx.gain, ctx.tail, ctx.layout, ctx.switch = inputs
         ctx.outputs = None if b is None else b.shape[0]
-        ctx.save_for_backward(P, c)
+        ctx.save_for_backward(P, c, cP)
         ctx.save_for_forward(W, b)
         ctx.set_materialize_grads(False)  # or a gradient that nobody sent would cost a product with zeros
 
     @staticmethod
     def backward(ctx: Any, gW: Tensor | None, gb: Tensor | None = None) -> Any:
-        P, c = ctx.saved_tensors
+        P, c, cP = ctx.saved_tensors
         layout: Layout = ctx.layout
-        nothing = (None,) * 6
+        nothing = (None,) * 7
         if gW is None and gb is not None:
             gW = gb.new_zeros(layout.shape)
         if gb is None and gW is not None and ctx.outputs is not None:
@@ -236,7 +243,9 @@ class _Naturalize(_Function):
         if gain is not None:
             packed = packed * layout.per_matrix(gain.to(gW)).unsqueeze(-1)
         bias = layout.pack_bias(gb) if gb is not None and ctx.needs_input_grad[1] else None
-        nW, nb = natural_gradient(packed, bias, P, c, ctx.tail)
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or in_transform():  # nothing is overwritten there
+            cP = None
+        nW, nb = natural_gradient(packed, bias, P, c, ctx.tail, cP)
         return layout.unpack(nW), None if nb is None else nb.reshape(-1), *nothing
 
 
@@ -259,6 +268,7 @@ def naturalize(
     b: Tensor | None,
     P: Tensor,
     c: Tensor | None,
+    cP: Tensor | None,
     gain: Gain | None,
     tail: float,
     layout: Layout,
@@ -267,8 +277,8 @@ def naturalize(
     """(W, b) unchanged, with gradients that become natural on their way back."""
     function = _Naturalize if torch.compiler.is_compiling() else _NaturalizeForwardMode
     if b is None:
-        return function.call(W, None, P, None, gain, tail, layout, switch), None
-    return function.call(W, b, P, c, gain, tail, layout, switch)  # type: ignore[no-any-return]
+        return function.call(W, None, P, None, None, gain, tail, layout, switch), None
+    return function.call(W, b, P, c, cP, gain, tail, layout, switch)  # type: ignore[no-any-return]
 
 
 class _Natural(_Function):
@@ -286,6 +296,7 @@ class _Natural(_Function):
         b: Tensor | None,
         P: Tensor,
         c: Tensor | None,
+        cP: Tensor | None,
         gain: Gain | None,
         tail: float,
         operation: Operation,
@@ -295,25 +306,26 @@ class _Natural(_Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        h, W, b, P, c, ctx.gain, ctx.tail, ctx.operation, ctx.switch = inputs
-        ctx.save_for_backward(h, W, b, P, c)
+        h, W, b, P, c, cP, ctx.gain, ctx.tail, ctx.operation, ctx.switch = inputs
+        ctx.save_for_backward(h, W, b, P, c, cP)
         ctx.save_for_forward(h, W)
 
     @staticmethod
     def backward(ctx: Any, delta: Tensor) -> Any:
-        h, W, b, P, c = ctx.saved_tensors
+        h, W, b, P, c, cP = ctx.saved_tensors
         operation: Operation = ctx.operation
         need_h, need_W, need_b = ctx.needs_input_grad[:3]
         gh = nW = nb = None
         if torch.is_grad_enabled():  # differentiated twice, W receives gradients from here, which must be natural too
-            W, _ = naturalize(W, b, P, c, ctx.gain, ctx.tail, operation.layout, ctx.switch)
+            W, _ = naturalize(W, b, P, c, cP, ctx.gain, ctx.tail, operation.layout, ctx.switch)
         if need_h:
             gh = operation.input_gradient(delta, h.to(delta.dtype), W.to(delta.dtype)).to(h.dtype)
         with full_precision(W):
             delta, h = delta.to(W.dtype), h.to(W.dtype)
             gain = None if ctx.gain is None or ctx.switch.ordinary else ctx.gain.take()
             if need_W and not ctx.switch.ordinary:
-                x = operation.whitened(h, P, c if need_b else None, ctx.tail, gain)
+                centre = (None, None) if not need_b else (c, None) if cP is None else (None, cP)
+                x = operation.whitened(h, P, centre, ctx.tail, gain)
                 nW = operation.weight_gradient(delta, x, W)
                 if need_b and c is not None:
                     nb = operation.natural_bias(delta, x, nW, c, gain)
@@ -321,7 +333,7 @@ class _Natural(_Function):
                 nW = operation.weight_gradient(delta, h, W)
             if need_b and nb is None:
                 nb = _scaled(operation.bias_gradient(delta), operation.layout, gain)
-        return gh, nW, nb, None, None, None, None, None, None
+        return gh, nW, nb, *(None,) * 7
 
 
 class _NaturalForwardMode(_Natural):
@@ -355,10 +367,14 @@ def natural(
     b: Tensor | None,
     P: Tensor,
     c: Tensor | None,
+    cP: Tensor | None,
     gain: Gain | None,
     tail: float,
     switch: Switch,
 ) -> Tensor:
-    """`operation(h, W, b)` with natural gradients, computed in activation space."""
+    """`operation(h, W, b)` with natural gradients, computed in activation space.
+
+    Given `c P`, it is subtracted from h P; else c from h, which takes a copy of h.
+    """
     function = _Natural if torch.compiler.is_compiling() else _NaturalForwardMode
-    return function.call(h, W, b, P, c, gain, tail, operation, switch)  # type: ignore[no-any-return]
+    return function.call(h, W, b, P, c, cP, gain, tail, operation, switch)  # type: ignore[no-any-return]

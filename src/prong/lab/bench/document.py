@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prong.lab.bench import compiled, options, profile, refresh, scaling, spaces, standings, step_cost, watching
+from prong.lab.bench import (
+    centring,
+    compiled,
+    options,
+    profile,
+    refresh,
+    scaling,
+    spaces,
+    standings,
+    step_cost,
+    watching,
+)
 from prong.lab.bench.sheets import Sheet, as_markdown, origin
 from prong.lab.documentation import read_page, replace_section, write_changed
 from prong.lab.terminal import make_console
@@ -40,6 +51,7 @@ SECTIONS = (
     Section("refresh", refresh.sheets, refresh.picture, "prong bench refresh --json results/refresh.json"),
     Section("scaling", scaling.sheets, scaling.picture, "prong bench scaling --json results/scaling.json"),
     Section("spaces", spaces.sheets, None, "prong bench spaces --json results/spaces.json"),
+    Section("centring", centring.sheets, None, "prong bench centring --json results/centring.json"),
     Section("compiled", compiled.sheets, None, "prong bench compiled --json results/compiled.json"),
     Section("watching", watching.sheets, None, "prong bench watching --json results/watching.json"),
     Section("options", options.sheets, None, "prong bench options --json results/options.json"),

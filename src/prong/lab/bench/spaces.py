@@ -18,6 +18,7 @@ from prong.lab.terminal import at_least, make_console, progress, writable
 from prong.lab.timing import interleaved
 from prong.layers.layout import Layout
 from prong.layers.natural import Convolution, Linear, Operation, Switch, natural, naturalize
+from prong.whitening import times_inverse
 
 NAME = "spaces"
 ACTIVATION, GRADIENT = "activation space", "gradient space"
@@ -79,11 +80,12 @@ def _blocks(operation: Operation, h: Tensor, rank: float) -> dict[str, Callable[
     c = torch.randn(1, layout.features)
     thin = rank < 1
     P, tail = torch.randn(1, layout.features, round(rank * layout.features)), 1.0 if thin else 0.0
+    cP = times_inverse(c.unsqueeze(1), P, tail).squeeze(1)
     delta = torch.randn_like(operation(h, W, b).detach())
     switch = Switch()
     ways: dict[str, Callable[[], Tensor]] = {
-        ACTIVATION: lambda: natural(operation, h, W, b, P, c, None, tail, switch),
-        GRADIENT: lambda: operation(h, *naturalize(W, b, P, c, None, tail, layout, switch)),
+        ACTIVATION: lambda: natural(operation, h, W, b, P, c, cP, None, tail, switch),
+        GRADIENT: lambda: operation(h, *naturalize(W, b, P, c, cP, None, tail, layout, switch)),
     }
 
     def block(way: Callable[[], Tensor]) -> Callable[[], None]:

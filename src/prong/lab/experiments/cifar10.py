@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from prong.lab.experiments.common import Common, Flat, Start, Tuned, given, make_job, source_of
 from prong.lab.experiments.perform import perform
 from prong.lab.jobs import Job
@@ -14,6 +12,7 @@ from prong.lab.methods import KEYS, Schedule
 from prong.lab.tasks.pictures import Classification
 from prong.lab.terminal import at_least
 from prong.lab.training import Anneal, Plan
+from prong.precision import has_bfloat16
 
 NAME = "cifar10"
 QUICK_METHODS = ("nesterov", "batchnorm", "prong-bn")
@@ -86,7 +85,7 @@ def jobs(options: Options) -> list[Job]:
     evaluations = 3 if options.quick else max(1, round(updates / options.every))
     schedule = Schedule(options.period, options.samples)
     changes = given(lr=options.lr, momentum=options.momentum, eps=options.eps, weight_decay=options.weight_decay)
-    bf16 = has_bf16() if options.bf16 is None else options.bf16
+    bf16 = has_bfloat16() if options.bf16 is None else options.bf16
     made = []
     for seed in range(options.seeds):
         plan = Plan(
@@ -104,8 +103,3 @@ def jobs(options: Options) -> list[Job]:
             tuned = TUNED.get(key, Tuned({}))
             made.append(make_job(NAME, task, key, tuned, schedule, plan, changes, options.start))
     return made
-
-
-def has_bf16() -> bool:
-    """Whether this processor multiplies in bfloat16 by itself."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

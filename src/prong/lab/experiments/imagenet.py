@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from prong.lab.experiments.cifar10 import has_bf16
 from prong.lab.experiments.common import Common, Flat, Start, Tuned, given, make_job, source_of
 from prong.lab.experiments.perform import perform
 from prong.lab.inception import inception
@@ -16,6 +15,7 @@ from prong.lab.parallel import count, with_workers
 from prong.lab.tasks.photographs import SIZE, Photographs
 from prong.lab.terminal import at_least
 from prong.lab.training import Anneal, Plan
+from prong.precision import has_bfloat16
 
 NAME = "imagenet"
 SMALLEST = 32  # pixels, which five halvings make one
@@ -140,7 +140,7 @@ def jobs(options: Options) -> list[Job]:
             2 if options.quick else options.epochs,
             100 if options.quick else options.evaluated,
             options.anneal,
-            bf16=has_bf16() if options.bf16 is None else options.bf16,
+            bf16=has_bfloat16() if options.bf16 is None else options.bf16,
             patience=options.patience,
         )
         for key in options.chosen(QUICK_METHODS if options.quick else tuple(TUNED)):
