@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import shlex
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
@@ -121,6 +123,17 @@ def test_without_the_lab_extra_the_command_says_how_to_install_it() -> None:
         assert done.stderr == (
             f"the prong command needs {missing}, which is not installed. Install the lab: pip install 'prong[lab]'\n"
         )
+
+
+@pytest.mark.parametrize("seconds", [0.5, 20.0], ids=["importing", "at work"])
+def test_ctrl_c_is_one_line(seconds: float) -> None:
+    code = "from prong.lab.cli import main; print('begun', flush=True); main(['bench', 'refresh', '--samples', '2000'])"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, trouble = process.communicate(timeout=100)
+    assert (process.returncode, trouble) == (130, "Stopped.\n")
 
 
 def test_another_missing_module_is_not_blamed_on_the_lab_extra(monkeypatch: pytest.MonkeyPatch) -> None:

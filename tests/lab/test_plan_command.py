@@ -84,7 +84,8 @@ def test_a_model_of_tokens_is_planned_from_an_example(
         "import torch\nfrom torch import nn\n\n\n"
         "def build():\n"
         "    return nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8)), torch.zeros(16, dtype=torch.long)\n\n\n"
-        "def broken():\n    raise RuntimeError('oops')\n"
+        "def broken():\n    raise RuntimeError('oops')\n\n\n"
+        "def empty():\n    return nn.ReLU(), (3,)\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -92,6 +93,8 @@ def test_a_model_of_tokens_is_planned_from_an_example(
     assert "Linear" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--model worded:broken: oops"):
         main("worded:broken", device="a100")
+    with pytest.raises(SystemExit, match="--model worded:empty: the model has no parameters to train"):
+        main("worded:empty", device="a100")
 
 
 def test_the_inception_of_the_lab_is_planned(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,5 +97,7 @@ def _named(name: str) -> Subject:
         ) from error
     if not isinstance(model, nn.Module):
         raise SystemExit(f"--model {name}: the first it returns is a {type(model).__name__}, not a torch.nn.Module")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise SystemExit(f"--model {name}: the model has no parameters to train")
     integers = example.dtype if isinstance(example, Tensor) and not example.is_floating_point() else None
     return Subject(name, lambda: made()[0], shape, integers)
