@@ -167,6 +167,23 @@ def test_steps_of_inputs_with_a_mean_have_the_digits_of_single_precision(length,
     assert (single - double).norm() < 1e-5 * double.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [16, 256], ids=["activation", "gradient"])
+def test_constant_inputs_of_half_precision_do_not_spoil_steps(dtype, rows):
+    torch.manual_seed(0)
+    h = torch.randn(512, 20)
+    h[:, -4:] = 1  # no variance: the gain is 1 / eps
+    h = h.to(dtype)
+    half = prong.refresh_(prong.whiten_(nn.Linear(20, 64).to(dtype)), [h], eps=1e-3)
+    exact = copy.deepcopy(half).double()
+    delta = torch.randn(rows, 64).to(dtype)
+    low, high = (
+        torch.autograd.grad(layer(h[:rows].to(layer.weight)), layer.weight, delta.to(layer.weight))[0].double()
+        for layer in (half, exact)
+    )
+    assert (low - high).norm() < 0.02 * high.norm()
+
+
 # Shapes and reuse -----------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether a dtype is of lower precision than float32."""
+    return torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
+
+
 CPU = torch.device("cpu")
 
 

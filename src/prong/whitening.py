@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from prong.precision import full_precision, has_bfloat16
+from prong.precision import full_precision, has_bfloat16, is_half
 from prong.spectrum import leading_directions, leading_subspace
 from prong.statistics import Moments
 
@@ -32,7 +32,7 @@ class Whitening:
     With `tail` > 0, P is given by a thin matrix of leading directions: what stands for it is `tail I - P P^T`.
 
     `cP` is the product c P where that serves: (h - c) P = h P - c P without a centred copy of h. Rounding errors of h P
-    grow with the mean, so it is None where means are long (`LONG`), and where P is rounded to lower precision.
+    grow with the mean, so it is None where means are long (`LONG`), and in half precision.
 
     Shapes: c, cP (groups, in); U, U_inv, P (groups, in, in), or P (groups, in, rank) with `tail`.
     """
@@ -227,7 +227,9 @@ def rounded(whitening: Whitening, moments: Moments, storage: torch.dtype) -> Whi
     if within:
         off = torch.linalg.matrix_norm(gains - torch.eye(lam.shape[-1], dtype=gains.dtype, device=gains.device), 2)
         within = (off < 0.5).all()
-    return replace(whitening, P=P, cP=None) if within else whitening
+    if not within:
+        return whitening
+    return replace(whitening, P=P, cP=None if is_half(storage) else whitening.cP)
 
 
 def times_inverse(X: Tensor, P: Tensor, tail: float = 0.0) -> Tensor:

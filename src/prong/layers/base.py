@@ -16,7 +16,7 @@ from prong.gradients import Gain, OutputGradients
 from prong.layers.dropping import Dropping, with_dropped_directions
 from prong.layers.layout import Layout
 from prong.layers.natural import Operation, Switch, in_transform, natural, naturalize
-from prong.precision import full_precision
+from prong.precision import full_precision, is_half
 from prong.projection import Pair, to_canonical, to_whitened
 from prong.statistics import MeanSquare, Moments, Window
 from prong.whitening import Basis, Storage, Whitening, storage_for
@@ -236,6 +236,8 @@ class WhitenedLayer(nn.Module):
         """A whitening in the precision of the site's weight; a P that is stored in another stays so."""
         weight, _ = self.pair(site)
         kept = whitening.map(lambda x: x.to(weight.device, weight.dtype))  # the weight may be sharded
+        if is_half(weight.dtype):
+            kept = replace(kept, cP=None)  # there it has lost the digits that are to cancel
         if whitening.P is None or whitening.P.dtype != storage_for(self.storage, weight):
             return kept
         return replace(kept, P=whitening.P.to(weight.device))
