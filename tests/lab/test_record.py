@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import prong
-from prong.lab.record import commit, environment, provenance, resume, write_json
+from prong.lab.record import commit, environment, keep, provenance, resume, write_json
 
 
 def repository(folder: Path) -> None:
@@ -97,3 +97,14 @@ def test_a_file_that_is_no_such_record_is_refused_and_kept(tmp_path: Path, conte
     with pytest.raises(ValueError, match="Move it away"):
         resume(file, {"trials": 3})
     assert file.read_text() == content
+
+
+def test_a_record_under_way_leaves_the_whole_one_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    keep(path, {"points": [1, 2]})
+    keep(path, {"points": [3]}, finished=False)
+    assert json.loads(path.read_text()) == {"points": [1, 2]}
+    assert json.loads((tmp_path / "record.unfinished.json").read_text()) == {"points": [3]}
+    keep(path, {"points": [3, 4]})
+    assert json.loads(path.read_text()) == {"points": [3, 4]} and list(tmp_path.iterdir()) == [path]
+    keep(None, {})

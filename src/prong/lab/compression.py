@@ -19,7 +19,7 @@ import prong
 from prong.lab.data import Digits, load_mnist
 from prong.lab.figures import DPI, draw_trade_off
 from prong.lab.pool import one_thread
-from prong.lab.record import provenance, write_json
+from prong.lab.record import keep, provenance
 from prong.lab.terminal import announce, make_console, progress, writable
 from prong.lab.training import minibatches
 
@@ -248,8 +248,9 @@ def main(
         with progress(console, "networks", len(seeds) * (1 + len(setup.shares) * len(RULES))) as on_step:
             for row in compare(setup, digits, seeds):
                 record["rows"].append(asdict(row))
-                write_json(json, record)
+                keep(json, record, finished=False)
                 on_step()
+        keep(json, record)
     console.print(table(record), highlight=False, soft_wrap=True)
     if plot is not None:
         picture(record).savefig(plot, dpi=DPI)

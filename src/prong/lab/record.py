@@ -68,6 +68,16 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
     unfinished.replace(path)
 
 
+def keep(path: Path | None, record: Mapping[str, Any], finished: bool = True) -> None:
+    """Write a record, if somebody wants it; beside its file while it is not finished, so that a whole one stays."""
+    if path is None:
+        return
+    so_far = path.with_name(f"{path.stem}.unfinished{path.suffix}")
+    write_json(path if finished else so_far, record)
+    if finished:
+        so_far.unlink(missing_ok=True)
+
+
 class ForeignRecordError(ValueError):
     """A file that is not the record to go on with."""
 

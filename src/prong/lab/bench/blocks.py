@@ -15,7 +15,7 @@ from prong.accuracy import step_error
 from prong.estimation import estimate
 from prong.lab.bench.sheets import Sheet, number, present
 from prong.lab.bench.tasks import autoencoder_task
-from prong.lab.record import provenance, write_json
+from prong.lab.record import keep, provenance
 from prong.lab.terminal import at_least, make_console, progress, writable
 
 NAME = "blocks"
@@ -66,8 +66,7 @@ def main(
                 errors.append({**option, **asdict(step_error(seen.covariance()[0], eps, **option))})
                 on_step()
             record["layers"].append({"layer": name, "inputs": seen.mean.shape[1], "errors": errors})
-    if json is not None:
-        write_json(json, record)
+    keep(json, record)
     present(console, sheets(record), json)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from prong.lab.bench.sheets import Sheet, number, present
 from prong.lab.models import WIDTHS
-from prong.lab.record import provenance, write_json
+from prong.lab.record import keep, provenance
 from prong.lab.terminal import at_least, make_console, progress, writable
 from prong.lab.timing import interleaved
 from prong.layers.layout import Layout
@@ -55,8 +55,7 @@ def main(batch: int = 128, repetitions: int = 15, json: Path | None = None) -> N
             on_step()
     times = {name: [1000 * s / CALLS for s in several] for name, several in seconds.items()}
     record = {"bench": NAME, "config": config, **provenance(), "ms": times, "means": MEANS, "errors": errors}
-    if json is not None:
-        write_json(json, record)
+    keep(json, record)
     present(console, sheets(record), json)
 
 

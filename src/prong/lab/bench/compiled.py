@@ -17,7 +17,7 @@ from prong.lab.bench.contest import Contestant, Pace
 from prong.lab.bench.sheets import Sheet, number, present
 from prong.lab.bench.tasks import autoencoder_task
 from prong.lab.methods import METHODS
-from prong.lab.record import provenance, write_json
+from prong.lab.record import keep, provenance
 from prong.lab.terminal import at_least, known, make_console, progress, writable
 from prong.lab.timing import interleaved
 
@@ -78,8 +78,7 @@ def main(
         for name in names
     }
     record = {"bench": NAME, "config": config, **provenance(), "ms": times, "compile_seconds": first, "graphs": graphs}
-    if json is not None:
-        write_json(json, record)
+    keep(json, record)
     present(console, sheets(record), json)
 
 

@@ -16,7 +16,7 @@ from prong.lab.methods import KEYS, METHODS, OURS, Schedule
 from prong.lab.models import autoencoder
 from prong.lab.pool import one_thread
 from prong.lab.racing.clock import Pace, paces
-from prong.lab.record import provenance, write_json
+from prong.lab.record import keep, provenance
 from prong.lab.terminal import at_least, known, make_console, progress, writable
 
 EXPERIMENT = "autoencoder"
@@ -63,8 +63,7 @@ def main(
     shares = {} if parts is None else _shares(parts, config)
     entries = {key: {**asdict(clock[name]), **shares.get(name, {})} for key, name in names.items()}
     record = {"experiment": EXPERIMENT, "runs": [], "clock": entries, "config": config, **made_with}
-    if json is not None:
-        write_json(json, record)
+    keep(json, record)
     present(console, [sheet(record)], json)
 
 

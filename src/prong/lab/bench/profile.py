@@ -16,7 +16,7 @@ from prong.lab.bench.contest import Contestant, Pace
 from prong.lab.bench.sheets import Sheet, number, present
 from prong.lab.bench.tasks import autoencoder_task
 from prong.lab.methods import METHODS
-from prong.lab.record import provenance, write_json
+from prong.lab.record import keep, provenance
 from prong.lab.terminal import at_least, known, make_console, progress, writable
 
 NAME = "profile"
@@ -74,8 +74,7 @@ def main(
                     rows.append({"method": name, "batch": batch, **profiled(entrant, block)})
                     on_step()
     record = {"bench": NAME, "config": config, **provenance(), "rows": rows}
-    if json is not None:
-        write_json(json, record)
+    keep(json, record)
     present(console, sheets(record), json)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from prong.lab.bench.growth import exponent
 from prong.lab.bench.plots import Panel, draw
 from prong.lab.bench.sheets import Sheet, number, power, present
-from prong.lab.record import provenance, write_json
+from prong.lab.record import keep, provenance
 from prong.lab.terminal import at_least, make_console, progress, writable
 from prong.lab.timing import interleaved
 from prong.projection import Transition, transport_velocity
@@ -75,8 +75,8 @@ def main(
         for count, dtype, width in plan:
             times = measure(width, count, DTYPES[dtype], batch, repetitions, on_step)
             record["times"].append({"samples": count, "dtype": dtype, "width": width, "ms": times})
-            if json is not None:
-                write_json(json, record)
+            keep(json, record, finished=False)
+    keep(json, record)
     present(console, sheets(record), json, plot, lambda: picture(record))
 
 

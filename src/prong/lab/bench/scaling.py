@@ -15,7 +15,7 @@ from prong.lab.bench.plots import Panel, draw
 from prong.lab.bench.sheets import Sheet, number, power, present
 from prong.lab.bench.tasks import mlp_task
 from prong.lab.methods import METHODS
-from prong.lab.record import provenance, write_json
+from prong.lab.record import keep, provenance
 from prong.lab.terminal import at_least, make_console, progress, writable
 
 NAME = "scaling"
@@ -68,8 +68,8 @@ def main(
                 task, size["batch"], methods, samples=samples, repetitions=repetitions, block=block, on_step=on_step
             )
             record["points"].append({"axis": axis, **size, **cost})
-            if json is not None:
-                write_json(json, record)
+            keep(json, record, finished=False)
+    keep(json, record)
     present(console, sheets(record), json, plot, lambda: picture(record))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from prong.lab.bench.sheets import NONE, Sheet, number, present
-from prong.lab.record import provenance, write_json
+from prong.lab.record import keep, provenance
 from prong.lab.terminal import at_least, make_console, progress, writable
 from prong.lab.timing import interleaved
 from prong.layers.layout import Layout
@@ -56,8 +56,8 @@ def main(
             times = interleaved(_blocks(operation, h, rank), repetitions, on_step)
             milliseconds = {space: [1000 * s / CALLS for s in seconds] for space, seconds in times.items()}
             record["points"].append({"layer": layer, "rank": rank, "ratio": ratio, "ms": milliseconds})
-            if json is not None:
-                write_json(json, record)
+            keep(json, record, finished=False)
+    keep(json, record)
     present(console, sheets(record), json)
 
 

@@ -16,7 +16,7 @@ from prong.lab.bench.contest import BLOCK, PACES, SETTINGS, Pace, measure, steps
 from prong.lab.bench.sheets import NONE, Sheet, as_rich, number, percent
 from prong.lab.bench.tasks import BATCHES, MAKERS, Task
 from prong.lab.methods import METHODS, MOMENTUM, Method, Schedule, Settings, Trains
-from prong.lab.record import provenance, write_json
+from prong.lab.record import keep, provenance
 from prong.lab.terminal import announce, at_least, known, make_console, progress, writable
 
 NAME = "step-cost"
@@ -97,6 +97,8 @@ def main(
         if name in left_out:
             raise SystemExit(f"--methods {name!r} cannot run here: {left_out[name]}")
     chosen = [TIMED[name] for name in wanted if name not in left_out]
+    if 1 in batches and any(method.batch_norm for method in chosen):
+        raise SystemExit("--batches 1 is too few for batch norm; give --methods without it, or larger batches")
     plan = _open(tasks, batches)
     config = {"tasks": tasks, "methods": [method.name for method in chosen], "settings": SETTINGS, "block": block}
     config |= {"period": period, "samples": samples, "repetitions": repetitions, "left_out": left_out}
@@ -119,8 +121,8 @@ def main(
             )
             record["costs"].append(cost)
             console.print(as_rich(sheet(cost, config)))
-            if json is not None:
-                write_json(json, record)
+            keep(json, record, finished=False)
+    keep(json, record)
     announce(console, Record=json)
 
 

@@ -13,7 +13,7 @@ from prong.lab.bench.contest import Contestant, Pace
 from prong.lab.bench.sheets import Sheet, number, present
 from prong.lab.bench.tasks import autoencoder_task
 from prong.lab.methods import METHODS
-from prong.lab.record import provenance, write_json
+from prong.lab.record import keep, provenance
 from prong.lab.terminal import at_least, make_console, progress, writable
 from prong.lab.timing import interleaved
 from prong.monitor import Monitor
@@ -59,8 +59,8 @@ def main(
             seconds = interleaved(work, repetitions, on_step, prepare)
             ms = {kind: [1000 * t / block for t in times] for kind, times in seconds.items()}
             record["times"].append({"batch": batch, "ms": ms})
-            if json is not None:
-                write_json(json, record)
+            keep(json, record, finished=False)
+    keep(json, record)
     present(console, sheets(record), json)
 
 
