@@ -273,6 +273,8 @@ def test_a_page_that_cannot_be_filled_is_an_error_and_stays(runs: Runs, tmp_path
     [
         (step_cost.main, {"repetitions": 0}, "--repetitions is at least 1, got 0"),
         (step_cost.main, {"batches": (8, 0)}, "--batches is at least 1, got 0"),
+        (step_cost.main, {"batches": (1,)}, "--batches 1 is too few for batch norm"),
+        (step_cost.main, {"json": Path("/proc/record.json")}, "--json /proc/record.json cannot be written"),
         (step_cost.main, {"period": 0}, "--period is at least 1"),
         (step_cost.main, {"samples": 1}, "--samples is at least 2"),
         (step_cost.main, {"block": 0}, "--block is at least 1"),

@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         _run(words)
-    except KeyboardInterrupt:  # where nothing is to be gone on with, or while libraries are imported
+    except KeyboardInterrupt:  # where there is nothing to go on with, or while the lab's libraries are imported
         print("Stopped.", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
     except ModuleNotFoundError as error:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -55,9 +55,11 @@ def writable(**options: Path | None) -> None:
     for name, path in options.items():
         if path is None:
             continue
+        if path.is_dir():
+            raise SystemExit(f"--{name} {path} cannot be written: it is a folder")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=path.parent):  # who may write there by the rules may still not be able to
+                pass
         except OSError as error:
-            raise SystemExit(f"--{name} {path} cannot be written: {error}") from error
-        if path.is_dir() or not os.access(path.parent, os.W_OK):
-            raise SystemExit(f"--{name} {path} cannot be written: {'it is a folder' if path.is_dir() else 'no access'}")
+            raise SystemExit(f"--{name} {path} cannot be written: {error.strerror}") from error
