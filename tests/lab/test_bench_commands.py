@@ -337,6 +337,9 @@ def test_a_method_that_needs_a_missing_package_is_left_out_or_refused_by_name(
     with pytest.raises(SystemExit, match="'PSGD-Kron' cannot run here: without the package opt_einsum"):
         step_cost.main(methods=("PSGD-Kron",))
     monkeypatch.setattr(torch.backends.opt_einsum, "is_available", lambda: True)
+    monkeypatch.setattr(step_cost, "has_bfloat16", lambda: False)
+    assert set(step_cost.unavailable()) == set(step_cost.BFLOAT16)
+    monkeypatch.setattr(step_cost, "has_bfloat16", lambda: True)
     assert step_cost.unavailable() == {}
 
 

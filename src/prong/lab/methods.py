@@ -126,7 +126,8 @@ class Refreshed(Together):
         self.refresher.load_state_dict(state_dict["refresher"])
 
 
-def _prong(model: nn.Module, settings: Settings, schedule: Schedule, **options: Any) -> Trains:
+def prong_of(model: nn.Module, settings: Settings, schedule: Schedule, **options: Any) -> Trains:
+    """PRONG of a model, with options of its own."""
     return prong.PRONG(
         model,
         settings["lr"],
@@ -193,15 +194,15 @@ HEAVY: Settings = {**LEAST, "momentum": MOMENTUM}
 WHITENED: Settings = {**HEAVY, "eps": 1e-2}
 RMSPROP: Settings = {**LEAST, "momentum": 0.0, "decay": 0.99, "regulariser": 1e-8}
 _ALL: Sequence[Method] = (
-    Method("prong", "PRONG", _prong, DAMPED, settings=WHITENED),
-    Method("prong-cutoff", "PRONG, cutoff", partial(_prong, cutoff=1.0), DAMPED, settings=WHITENED),
-    Method("prong-balanced", "PRONG, balanced", partial(_prong, balance=True, cutoff=1.0), DAMPED, settings=WHITENED),
-    Method("prong-explicit", "PRONG, explicit", partial(_prong, form="explicit"), DAMPED, settings=WHITENED),
-    Method("prong+", "PRONG+", partial(_prong, plus=True), DAMPED, settings=WHITENED, rates=(1e-5, 1e-3)),
+    Method("prong", "PRONG", prong_of, DAMPED, settings=WHITENED),
+    Method("prong-cutoff", "PRONG, cutoff", partial(prong_of, cutoff=1.0), DAMPED, settings=WHITENED),
+    Method("prong-balanced", "PRONG, balanced", partial(prong_of, balance=True, cutoff=1.0), DAMPED, settings=WHITENED),
+    Method("prong-explicit", "PRONG, explicit", partial(prong_of, form="explicit"), DAMPED, settings=WHITENED),
+    Method("prong+", "PRONG+", partial(prong_of, plus=True), DAMPED, settings=WHITENED, rates=(1e-5, 1e-3)),
     Method(
         "prong-bn",
         "PRONG and batch norm",
-        partial(_prong, cutoff=1.0),
+        partial(prong_of, cutoff=1.0),
         DAMPED,
         batch_norm=True,
         settings=WHITENED,
@@ -210,7 +211,7 @@ _ALL: Sequence[Method] = (
     Method(
         "kfac-like",
         "PRONG, gradients whitened",
-        partial(_prong, gradient_whitening="empirical"),
+        partial(prong_of, gradient_whitening="empirical"),
         DAMPED,
         settings=WHITENED,
         rates=(1e-5, 1e-3),

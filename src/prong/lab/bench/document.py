@@ -47,6 +47,12 @@ class Section:
 
 SECTIONS = (
     Section("step-cost", step_cost.sheets, None, "prong bench step-cost --json results/step-cost.json"),
+    Section(
+        "bfloat16",
+        step_cost.sheets,
+        None,
+        "prong bench step-cost --tasks autoencoder --no-slow --json results/bfloat16.json",
+    ),
     Section("profile", profile.sheets, None, "prong bench profile --json results/profile.json"),
     Section("refresh", refresh.sheets, refresh.picture, "prong bench refresh --json results/refresh.json"),
     Section("scaling", scaling.sheets, scaling.picture, "prong bench scaling --json results/scaling.json"),

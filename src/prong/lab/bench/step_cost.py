@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,9 +16,10 @@ from prong.lab.bench.amortise import CLOSED, OPEN, REFRESH, averages
 from prong.lab.bench.contest import BLOCK, PACES, SETTINGS, Pace, measure, steps
 from prong.lab.bench.sheets import NONE, Sheet, as_rich, number, percent
 from prong.lab.bench.tasks import BATCHES, MAKERS, Task
-from prong.lab.methods import METHODS, MOMENTUM, Method, Schedule, Settings, Trains
+from prong.lab.methods import METHODS, MOMENTUM, Method, Schedule, Settings, Trains, prong_of
 from prong.lab.record import keep, provenance
 from prong.lab.terminal import announce, at_least, known, make_console, progress, writable
+from prong.precision import has_bfloat16
 
 NAME = "step-cost"
 BASELINE = "SGD"
@@ -36,6 +38,7 @@ HEADINGS = (
     "peak",
 )
 KRON, KRON_LATE = "PSGD-Kron", "PSGD-Kron, late"
+BFLOAT16 = ("PRONG, bfloat16", "PRONG, cutoff, bfloat16")
 SLOW = ("Muon", "SOAP", "Shampoo", KRON, KRON_LATE)  # many times the baseline
 
 
@@ -52,6 +55,10 @@ TIMED: Mapping[str, Method] = {
     **METHODS,
     "SGD, fused": Method("sgd-fused", "SGD, fused", _fused),
     KRON_LATE: Method("psgd-kron-late", KRON_LATE, _kron_late),
+    **{
+        name: Method(key, name, partial(prong_of, storage=torch.bfloat16, cutoff=cutoff))
+        for name, key, cutoff in zip(BFLOAT16, ("prong-bf16", "prong-cutoff-bf16"), (0.0, 1.0), strict=True)
+    },
 }
 ALL_PACES: Mapping[str, Pace] = {**PACES, KRON_LATE: Pace(30)}
 
@@ -134,10 +141,13 @@ def choose(names: Sequence[str], slow: bool = True) -> list[str]:
 
 def unavailable() -> dict[str, str]:
     """Methods that cannot run here, and why."""
-    if torch.backends.opt_einsum.is_available():
-        return {}
-    reason = "without the package opt_einsum its products of three matrices need terabytes"
-    return dict.fromkeys((KRON, KRON_LATE), reason)
+    left_out: dict[str, str] = {}
+    if not torch.backends.opt_einsum.is_available():
+        reason = "without the package opt_einsum its products of three matrices need terabytes"
+        left_out |= dict.fromkeys((KRON, KRON_LATE), reason)
+    if not has_bfloat16():
+        left_out |= dict.fromkeys(BFLOAT16, "this machine has no units that multiply in bfloat16")
+    return left_out
 
 
 def _open(names: Sequence[str], batches: Sequence[int]) -> list[tuple[Task, int]]:
