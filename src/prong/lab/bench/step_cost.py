@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -56,7 +57,7 @@ TIMED: Mapping[str, Method] = {
     "SGD, fused": Method("sgd-fused", "SGD, fused", _fused),
     KRON_LATE: Method("psgd-kron-late", KRON_LATE, _kron_late),
     **{
-        name: Method(key, name, partial(prong_of, storage=torch.bfloat16, cutoff=cutoff))
+        name: replace(METHODS["PRONG"], key=key, name=name, make=partial(prong_of, storage=torch.bfloat16, cutoff=cutoff))
         for name, key, cutoff in zip(BFLOAT16, ("prong-bf16", "prong-cutoff-bf16"), (0.0, 1.0), strict=True)
     },
 }
