@@ -39,7 +39,7 @@ HEADINGS = (
     "peak",
 )
 KRON, KRON_LATE = "PSGD-Kron", "PSGD-Kron, late"
-BFLOAT16 = ("PRONG, bfloat16", "PRONG, cutoff, bfloat16")
+EXACT_BF16, CUTOFF_BF16 = BFLOAT16 = ("PRONG, bfloat16", "PRONG, cutoff, bfloat16")
 SLOW = ("Muon", "SOAP", "Shampoo", KRON, KRON_LATE)  # many times the baseline
 
 
@@ -52,14 +52,18 @@ def _kron_late(model: nn.Module, settings: Settings, schedule: Schedule) -> Trai
     return pytorch_optimizer.Kron(model.parameters(), settings["lr"], pre_conditioner_update_probability=1 / 30)
 
 
+def _in_bfloat16(name: str, cutoff: float) -> Method:
+    """PRONG with its matrices in bfloat16."""
+    make = partial(prong_of, storage=torch.bfloat16, cutoff=cutoff)
+    return replace(METHODS["PRONG"], key=name.lower().replace(", ", "-"), name=name, make=make)
+
+
 TIMED: Mapping[str, Method] = {
     **METHODS,
     "SGD, fused": Method("sgd-fused", "SGD, fused", _fused),
     KRON_LATE: Method("psgd-kron-late", KRON_LATE, _kron_late),
-    **{
-        name: replace(METHODS["PRONG"], key=key, name=name, make=partial(prong_of, storage=torch.bfloat16, cutoff=cutoff))
-        for name, key, cutoff in zip(BFLOAT16, ("prong-bf16", "prong-cutoff-bf16"), (0.0, 1.0), strict=True)
-    },
+    EXACT_BF16: _in_bfloat16(EXACT_BF16, 0.0),
+    CUTOFF_BF16: _in_bfloat16(CUTOFF_BF16, 1.0),
 }
 ALL_PACES: Mapping[str, Pace] = {**PACES, KRON_LATE: Pace(30)}
 
