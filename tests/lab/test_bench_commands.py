@@ -30,6 +30,7 @@ from prong.lab.bench import (
     watching,
 )
 from prong.lab.bench.contest import SETTINGS
+from prong.lab.bench.sheets import as_markdown
 from prong.lab.page.runs import gather
 from prong.lab.terminal import progress
 from tests.lab.digits import contents, write_files
@@ -230,6 +231,13 @@ def test_the_page_is_made_from_records_and_a_second_time_nothing_changes(
     assert documented(runs, tmp_path) == text
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()} == files
     assert capsys.readouterr().out.count("unchanged") == 3
+
+
+@pytest.mark.parametrize("section", document.SECTIONS, ids=lambda section: section.name)
+def test_every_record_of_the_project_is_on_its_page(section: document.Section) -> None:
+    record, problem = document.load(PAGE.parent.parent / "results" / f"{section.name}.json", section.benchmark)
+    assert record is not None, problem
+    assert all(as_markdown(sheet) in PAGE.read_text() for sheet in section.sheets(record))
 
 
 def test_prose_around_the_tables_stays(runs: Runs, tmp_path: Path) -> None:

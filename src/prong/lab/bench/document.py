@@ -33,16 +33,23 @@ class Section:
     """A part of the page, between `<!-- begin NAME -->` and `<!-- end NAME -->`, from results/NAME.json.
 
     Attributes:
-        name: of the benchmark, the record and the part.
+        name: of the record and the part.
         sheets: the tables of a record.
         picture: the PNG file of a record, if there is one.
         command: what makes the record.
+        bench: the benchmark, where it has another name.
     """
 
     name: str
     sheets: Callable[[Record], Sequence[Sheet]]
     picture: Callable[[Record], bytes] | None
     command: str
+    bench: str = ""
+
+    @property
+    def benchmark(self) -> str:
+        """The benchmark that makes the record."""
+        return self.bench or self.name
 
 
 SECTIONS = (
@@ -52,6 +59,7 @@ SECTIONS = (
         step_cost.sheets,
         None,
         "prong bench step-cost --tasks autoencoder --no-slow --json results/bfloat16.json",
+        bench=step_cost.NAME,
     ),
     Section("profile", profile.sheets, None, "prong bench profile --json results/profile.json"),
     Section("refresh", refresh.sheets, refresh.picture, "prong bench refresh --json results/refresh.json"),
@@ -86,7 +94,7 @@ def main(results: Path = Path("results"), docs: Path = Path("docs")) -> None:
     text = read_page(page)
     pictures: dict[Path, bytes] = {}
     for section in SECTIONS:
-        record, problem = load(results / f"{section.name}.json", section.name)
+        record, problem = load(results / f"{section.name}.json", section.benchmark)
         picture = docs / f"{section.name}.png" if record is not None and section.picture is not None else None
         if record is not None and section.picture is not None and picture is not None:
             pictures[picture] = section.picture(record)
