@@ -10,6 +10,7 @@ import pytest
 from prong.lab.page.claims import CLAIMS, Claim, tally
 from prong.lab.page.findings import Finding
 from prong.lab.page.runs import Experiment, gather
+from prong.lab.page.tables import grids
 from tests.lab.written_runs import errors, write_run
 
 
@@ -63,13 +64,75 @@ def test_a_failed_seed_counts_as_worse_than_any_other(tmp_path: Path) -> None:
 def test_ahead_by_the_clock_means_strictly_less_time(tmp_path: Path, pace: float, verdict: str) -> None:
     write_seeds(tmp_path, "nesterov", [90, 50, 20])  # there after 20 s
     write_seeds(tmp_path, "prong", [90, 20, 5], pace=pace)  # there after 10 updates
-    assert judged(tmp_path, "ahead of SGD, batch norm").verdict == verdict
+    assert judged(tmp_path, "every other method").verdict == verdict
+
+
+def test_a_claim_about_methods_holds_only_where_all_of_them_were_run(tmp_path: Path) -> None:
+    write_seeds(tmp_path, "nesterov", [90, 50, 20])
+    write_seeds(tmp_path, "prong", [90, 20, 5])
+    assert judged(tmp_path, "ahead of SGD, batch norm").words == "not run: no runs of batch norm and RMSprop"
+    write_seeds(tmp_path, "batchnorm", [90, 50, 20])
+    write_seeds(tmp_path, "rmsprop", [90, 50, 30, 25])
+    assert judged(tmp_path, "ahead of SGD, batch norm").verdict == "holds"
+    for method in ("prong", "sgd"):
+        rows = [{"update": 0, "condition": 10.0}, {"update": 10, "condition": 5.0}]
+        write_run(tmp_path, method, rows, experiment="conditioning")
+    assert judged(tmp_path, "keeps it below").words == "not run: no runs of RMSprop"
+
+
+def plan(updates: int) -> dict[str, object]:
+    return {"updates": updates, "batch": 128, "anneal": "linear"}
+
+
+def test_who_was_stopped_before_our_best_arrived_has_not_lost(tmp_path: Path) -> None:
+    write_seeds(tmp_path, "nesterov", [90, 80, 70, 60, 50, 20])
+    write_seeds(tmp_path, "prong", [90, 60, 50, 20, 5])  # there after 30 s
+    write_run(tmp_path, "soap", errors([90, 25], pace=2.0), plan=plan(10))
+    words = judged(tmp_path, "every other method").words
+    assert words == "cannot be tested here: SOAP had less time than that"
+    write_run(tmp_path, "soap", errors([90, 25, 22], pace=2.0), plan=plan(20))
+    assert judged(tmp_path, "every other method").verdict == "holds", "it had 40 s"
+
+
+def test_of_every_method_the_longest_runs_count_and_those_on_other_data_and_trials_do_not(tmp_path: Path) -> None:
+    write_run(tmp_path, "nesterov", errors([90, 80, 70, 60, 50, 20], step=200), plan=plan(1000))
+    write_run(tmp_path, "prong", errors([90, 80, 70, 60, 50, 25], step=200), plan=plan(1000))
+    assert "none reaches" in judged(tmp_path, "fewer updates").ours
+    write_run(tmp_path, "prong", errors([90, 19], step=40), plan=plan(40))
+    write_run(tmp_path, "prong", errors([90, 19], step=40), plan=plan(2000), data="other digits", seed=1)
+    write_run(tmp_path, "prong", errors([90, 19], step=40), plan=plan(1000), part="sweep")
+    write_run(tmp_path, "nesterov", errors([90, 20], step=2000), plan=plan(3000))
+    assert "none reaches" in judged(tmp_path, "fewer updates").ours
+
+
+def test_ends_of_runs_of_different_lengths_are_not_compared(tmp_path: Path) -> None:
+    for method, updates in (("prong", 10), ("sgd", 10), ("rmsprop", 20)):
+        rows = [{"update": 0, "condition": 10.0}, {"update": updates, "condition": 5.0}]
+        write_run(tmp_path, method, rows, experiment="conditioning", plan=plan(updates))
+    words = judged(tmp_path, "keeps it below").words
+    assert words.endswith("PRONG was run for 10, SGD, heavy ball was run for 10, RMSprop was run for 20 updates")
+
+
+def test_who_arrives_and_then_diverges_has_not_arrived(tmp_path: Path) -> None:
+    write_seeds(tmp_path, "nesterov", [90, *range(89, 80, -1), 20])
+    write_run(tmp_path, "prong", errors([90, 20]), failure="diverged at update 12: the loss is nan")
+    assert "none reaches" in judged(tmp_path, "fewer updates").ours
+    assert judged(tmp_path, "every other method").verdict == "does not hold"
+
+
+def test_prong_on_a_model_with_batch_norm_is_not_the_paper_s(tmp_path: Path) -> None:
+    write_seeds(tmp_path, "nesterov", [90, 80, 70, 60, 50, 40, 35, 33, 32, 31, 20])
+    write_seeds(tmp_path, "prong-bn", [90, 20])
+    assert judged(tmp_path, "fewer updates").words == "not run: no runs of PRONG"
+    assert judged(tmp_path, "every other method").verdict == "holds"
 
 
 def test_others_than_the_paper_s_baselines_count_in_the_claim_about_every_method(tmp_path: Path) -> None:
     write_seeds(tmp_path, "nesterov", [90, 50, 20])
     write_seeds(tmp_path, "prong", [90, 20, 5])
     write_seeds(tmp_path, "muon", [90, 20, 5], pace=0.5)
+    write_seeds(tmp_path, "batchnorm", [90, 50, 20])
+    write_seeds(tmp_path, "rmsprop", [90, 50, 20])
     assert judged(tmp_path, "ahead of SGD, batch norm").verdict == "holds"
     assert judged(tmp_path, "every other method").verdict == "does not hold"
 
@@ -82,15 +145,33 @@ def test_a_clock_measured_apart_replaces_the_runs_own(tmp_path: Path) -> None:
         "prong": {"ms_per_update": [120], "start_up_seconds": 0.3, "refresh_share": 0.3, "statistics_share": 0.2},
     }
     (tmp_path / "clock.json").write_text(json.dumps({"experiment": "autoencoder", "runs": [], "clock": clock}))
-    assert judged(tmp_path / "runs", "ahead of SGD, batch norm").verdict == "does not hold"
+    assert judged(tmp_path / "runs", "every other method").verdict == "does not hold"
     (experiment,) = gather([tmp_path / "runs", tmp_path / "clock.json"])
-    ahead = claim("ahead of SGD, batch norm").finding(experiment)
+    ahead = claim("every other method").finding(experiment)
     assert ahead.verdict == "holds"
     assert "PRONG 1.5 s to 20; SGD 1.33 times; side by side" in ahead.ours, "10 * 0.12 + 0.3 against 20 * 0.1"
     cost = claim("An epoch of PRONG").finding(experiment)
     assert cost == Finding("1.20 times (120.0 against 100.0 ms per update), cheaper here", "does not hold")
     assert claim("reparametrisation").finding(experiment) == Finding("30.0 %", "holds")
     assert claim("means and covariances").finding(experiment) == Finding("20.0 %", "does not hold")
+
+
+def test_clocks_are_not_mixed_nor_used_for_other_settings(tmp_path: Path) -> None:
+    write_seeds(tmp_path / "runs", "nesterov", [90, 50, 20])
+    write_seeds(tmp_path / "runs", "prong", [90, 20, 5], pace=3.0)
+    clock = {"nesterov": {"ms_per_update": [1e6]}, "prong": {"ms_per_update": [1.0]}}
+    record = {"experiment": "autoencoder", "runs": [], "clock": clock, "config": {"batch": 128, "period": 1000}}
+    for changed in ({}, {"period": 200}, {"batch": 64}):
+        config = {**record["config"], **changed}  # type: ignore[dict-item]
+        (tmp_path / "clock.json").write_text(json.dumps({**record, "config": config}))
+        (experiment,) = gather([tmp_path / "runs", tmp_path / "clock.json"])
+        ahead, cost = (claim(text).finding(experiment) for text in ("every other method", "An epoch of PRONG"))
+        assert ("side by side" in ahead.ours, ahead.verdict == "holds") == (not changed, not changed)
+        assert cost.ours.startswith("3.00 times") == bool(changed), "else 0.00"
+    del clock["nesterov"]
+    (tmp_path / "clock.json").write_text(json.dumps(record))
+    (experiment,) = gather([tmp_path / "runs", tmp_path / "clock.json"])
+    assert "own clocks" in claim("every other method").finding(experiment).ours
 
 
 def test_an_epoch_of_larger_batches_has_fewer_updates(tmp_path: Path) -> None:
@@ -159,6 +240,19 @@ def test_the_grid_of_dampings_and_learning_rates_decides_three_claims(tmp_path: 
     assert unstable == Finding("1 of 4 pairs diverged, lr 0.1 with ε 0.001; 1 seed", "holds")
 
 
+def test_variants_have_grids_of_their_own_and_the_claims_are_about_the_paper_s_method(tmp_path: Path) -> None:
+    for method, finals in (("prong", (20, 50)), ("prong+", (40, 10))):
+        for eps, final in zip((0.001, 1.0), finals, strict=True):
+            settings = {"lr": 0.001, "eps": eps}
+            write_run(tmp_path, method, errors([90, final]), experiment="sensitivity", part="eps", settings=settings)
+    assert judged(tmp_path, "lower ε speeds up").verdict == "holds"
+    (experiment,) = gather([tmp_path])
+    assert [(sheet.title.split(": ")[1], sheet.rows[0][1]) for sheet in grids(experiment)] == [
+        ("PRONG", "50.00"),
+        ("PRONG+", "10.00"),
+    ]
+
+
 def test_where_everything_diverges_high_learning_rates_are_not_to_blame(tmp_path: Path) -> None:
     for lr in (0.1, 0.001):
         for eps in (1.0, 0.001):
@@ -203,6 +297,23 @@ def test_test_errors_are_those_where_validation_was_best(tmp_path: Path) -> None
     alike = judged(tmp_path, "speed up training alike")
     assert alike.verdict == "does not hold", "3 times and 1.5 times fewer updates are not alike"
     assert alike.ours.startswith("PRONG 3.00 times, batch norm 1.50 times fewer updates to SGD's 30.00 %")
+
+
+def test_a_diverged_seed_is_worse_than_any_in_what_is_chosen_by_validation_too(tmp_path: Path) -> None:
+    for method, values in (("batchnorm", (0.08, 0.08, 0.08)), ("prong", (0.05, 0.10, None))):
+        for seed, value in enumerate(values):
+            rows = [{"update": 10, "validation_error": value or 0.5, "test_error": value or 0.5}]
+            failure = None if value else "diverged at update 12: the loss is nan"
+            write_run(tmp_path, method, rows, experiment="cifar10", seed=seed, failure=failure)
+    finding = judged(tmp_path, "generalises better")
+    assert finding == Finding("PRONG 10.00 %, batch norm 8.00 %; 3 seeds", "does not hold")
+
+
+def test_where_all_runs_diverged_that_is_said(tmp_path: Path) -> None:
+    rows = [{"update": 10, "validation_error": 0.1, "test_error": 0.1}]
+    write_run(tmp_path, "batchnorm", rows, experiment="cifar10")
+    write_run(tmp_path, "prong", rows, experiment="cifar10", failure="diverged at update 12: the loss is nan")
+    assert judged(tmp_path, "generalises better").words == "cannot be tested here: PRONG diverged"
 
 
 def test_being_ahead_at_first_is_judged_after_a_quarter_of_all_updates(tmp_path: Path) -> None:

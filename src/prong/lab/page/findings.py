@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prong.lab.bench.sheets import NONE
+from prong.lab.methods import KEYS
 from prong.lab.page.groups import Group, Point, Value, groups, reaching
-from prong.lab.page.runs import Experiment
+from prong.lab.page.runs import Experiment, Run, flat
 
 Verdict = Literal["holds", "does not hold", "cannot be tested here", "not run"]
 SGD = ("nesterov", "sgd")
@@ -52,9 +53,38 @@ def of(experiment: Experiment, *keys: str) -> list[Group]:
     return [group for key in keys for group in known if group.method == key]
 
 
-def whitened(experiment: Experiment) -> list[Group]:
-    """PRONG in all its variants."""
-    return [group for group in groups(experiment.runs) if is_prong(group)]
+def whitened(experiment: Experiment, batch_norm: bool = False) -> list[Group]:
+    """PRONG in all its variants, or in all on models without batch norm."""
+    known = [group for group in groups(experiment.runs) if is_prong(group)]
+    return [group for group in known if batch_norm or not (group.method in KEYS and KEYS[group.method].batch_norm)]
+
+
+def comparable(runs: Sequence[Run]) -> list[Run]:
+    """Of runs that have ended, those that may be judged together: on the same data, and of every method the longest.
+
+    The data is that of the longest run. Trials of sweeps are no results.
+    """
+    results = [run for run in runs if run.config["part"] != "sweep"]
+    if not results:
+        return []
+    data = max(results, key=_planned).config["data"]
+    results = [run for run in results if run.config["data"] == data]
+    longest: dict[str, int] = {}
+    for run in results:
+        longest[run.method] = max(_planned(run), longest.get(run.method, 0))
+    return [run for run in results if _planned(run) == longest[run.method]]
+
+
+def unequal(*members: Group) -> Finding | None:
+    """That these cannot be compared at their ends, where they were to be of different lengths."""
+    lengths = {group.name: _planned(group.runs[0]) for group in members}
+    if len(set(lengths.values())) == 1:
+        return None
+    return untestable(", ".join(f"{name} was run for {updates:,}" for name, updates in lengths.items()) + " updates")
+
+
+def _planned(run: Run) -> int:
+    return int(flat(run.config).get("updates") or run.updates)
 
 
 def is_prong(group: Group) -> bool:
@@ -69,8 +99,8 @@ def best(candidates: Iterable[Group], value: str | Value) -> Group | None:
 
 
 def arrival(group: Group, value: str | Value, aim: float, clock: Clock | None = None) -> Point | None:
-    """Where a group's median reaches an aim, if it does."""
-    return reaching(group.points(value, clock), aim)
+    """Where a group's median reaches an aim, if it does; who diverges after that has not arrived."""
+    return None if group.failed else reaching(group.points(value, clock), aim)
 
 
 def first(candidates: Sequence[Group], place: Callable[[Group], float]) -> tuple[Group, float]:

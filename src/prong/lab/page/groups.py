@@ -104,7 +104,7 @@ def clocked(experiment: Experiment) -> Callable[[Run, Mapping[str, float]], floa
     """Seconds at the costs that were measured apart, where they were; else the runs' own."""
 
     def seconds(run: Run, row: Mapping[str, float]) -> float:
-        pace = experiment.pace(run.method)
+        pace = experiment.pace(run)
         return own_seconds(run, row) if pace is None else pace.seconds(row["update"], run.config["initialisation"])
 
     return seconds
@@ -139,6 +139,7 @@ def _name(run: Run, alike: Sequence[Mapping[str, Any]]) -> str:
     missing = object()
     differing = [key for key in config if len({repr(other.get(key, missing)) for other in alike}) > 1]
     told = [_told(key, config[key]) for key in differing if key not in ("seed", "data", "parameters")]
+    told = told or [_told(key, config[key]) for key in differing if key != "seed"]
     return ", ".join([run.config["label"], *told])
 
 

@@ -6,12 +6,14 @@ Every number is that of medians over seeds, as in the figures. Judges are given 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
+from prong.lab.methods import KEYS
 from prong.lab.page.findings import (
     SGD,
     SQUARES,
+    Clock,
     Finding,
     arrival,
     best,
@@ -22,10 +24,11 @@ from prong.lab.page.findings import (
     not_run,
     of,
     seeds,
+    unequal,
     untestable,
     whitened,
 )
-from prong.lab.page.groups import Group, Point, clocked, groups
+from prong.lab.page.groups import Group, Point, clocked, groups, own_seconds
 from prong.lab.page.runs import Experiment
 from prong.lab.page.tables import best_row, milliseconds, share
 from prong.lab.page.views import relative_condition, setting
@@ -50,8 +53,11 @@ def reduction(experiment: Experiment, least: float) -> Finding:
 def stays_conditioned(experiment: Experiment) -> Finding:
     """Whether PRONG's relative condition number ends below SGD's and RMSprop's."""
     ours, theirs = of(experiment, "prong"), of(experiment, *SGD, "rmsprop")
-    if not ours or not theirs:
-        return not_run("PRONG" if not ours else "SGD or RMSprop")
+    for name, keys in {"PRONG": ("prong",), "SGD": SGD, "RMSprop": ("rmsprop",)}.items():
+        if not of(experiment, *keys):
+            return not_run(name)
+    if (finding := unequal(*ours, *theirs)) is not None:
+        return finding
     finals = {group.name: group.final(relative_condition) for group in (*ours, *theirs)}
     if any(point is None for point in finals.values()):
         return untestable("a method diverged, or measured no condition number")
@@ -77,27 +83,39 @@ def fewer_updates(experiment: Experiment, times: float) -> Finding:
     return found(ratio >= times, f"{ratio:.1f} times fewer: {told}; {seeds(sgd, who)}")
 
 
-def less_time(experiment: Experiment, keys: Sequence[str] | None = None) -> Finding:
-    """Whether the best PRONG is first at SGD's final error by the clock, of these methods or of all."""
+def less_time(experiment: Experiment, keys: Sequence[str] = (), batch_norm: bool = False) -> Finding:
+    """Whether the best PRONG is first at SGD's final error by the clock, of these methods or of all.
+
+    Those of different names must all be there for it to win, and whoever did not arrive have been given as much time.
+    """
     aim = _aim(experiment, SQUARES)
     if isinstance(aim, Finding):
         return aim
     sgd, error, _ = aim
-    ours = whitened(experiment)
-    others = [g for g in groups(experiment.runs) if not is_prong(g) and (keys is None or g.method in keys)]
+    ours = whitened(experiment, batch_norm)
+    others = [g for g in groups(experiment.runs) if not is_prong(g) and (not keys or g.method in keys)]
     if not ours:
         return not_run("PRONG")
+    apart = all(experiment.pace(group.runs[0]) is not None for group in (*ours, *others))
+    clock = clocked(experiment) if apart else own_seconds
 
     def seconds(group: Group) -> float:
-        return never(arrival(group, SQUARES, error, clocked(experiment)), seconds=True)
+        return never(arrival(group, SQUARES, error, clock), seconds=True)
 
     who, fastest = first(ours, seconds)
     if math.isinf(fastest):
         return found(False, f"none reaches {sgd.name}'s final error of {error:.3g}; {seeds(sgd, *ours)}")
     rivals = sorted((seconds(group), group.name) for group in others)
     told = [f"{name} {_times(time / fastest if fastest else math.inf)}" for time, name in rivals]
-    how = "side by side" if experiment.untimed() == [] else "by the runs' own clocks"
+    how = "side by side" if apart else "by the runs' own clocks"
     ours_told = f"{who.name} {fastest:.3g} s to {error:.3g}; {', '.join(told)}; {how}, {seeds(who, *others)}"
+    if fastest < rivals[0][0]:
+        missing = [KEYS[key].name for key in keys if key not in SGD and not of(experiment, key)]
+        if missing:
+            return not_run(" and ".join(missing))
+        short = [g.name for g in others if math.isinf(seconds(g)) and not g.failed and _last(g, clock) < fastest]
+        if short:
+            return untestable(f"{' and '.join(short)} had less time than that", ours_told)
     return found(fastest < rivals[0][0], ours_told)
 
 
@@ -106,7 +124,8 @@ def cost(experiment: Experiment, key: str, times: float) -> Finding:
     methods, base = of(experiment, key), of(experiment, *SGD)
     if not methods or not base:
         return not_run("it" if base else "SGD")
-    ms, sgd_ms = milliseconds(experiment, methods[0]), milliseconds(experiment, base[0])
+    apart = all(experiment.pace(group.runs[0]) is not None for group in (methods[0], base[0]))
+    ms, sgd_ms = (milliseconds(experiment, group, apart) for group in (methods[0], base[0]))
     if ms is None or sgd_ms is None:
         return untestable("no updates were timed")
     batch = setting("batch")
@@ -134,6 +153,8 @@ def similar_speed_ups(experiment: Experiment) -> Finding:
     ours, theirs = whitened(experiment), of(experiment, "batchnorm")
     if not ours or not theirs:
         return not_run("batch norm" if ours else "PRONG")
+    if (finding := unequal(sgd, *ours, *theirs)) is not None:
+        return finding
     sides = [first(side, lambda group: never(arrival(group, "train_error", error))) for side in (ours, theirs)]
     ratios = [base.update / max(1, updates) for _, updates in sides]  # infinity gives none
     told = ", ".join(f"{group.name} {_times(ratio)}" for (group, _), ratio in zip(sides, ratios, strict=True))
@@ -144,20 +165,21 @@ def similar_speed_ups(experiment: Experiment) -> Finding:
 
 def generalises_better(experiment: Experiment) -> Finding:
     """PRONG's test error and batch norm's, each chosen by its validation error."""
-    ours, theirs = _chosen(whitened(experiment)), _chosen(of(experiment, "batchnorm"))
-    if ours is None or theirs is None:
-        return not_run("PRONG" if ours is None else "batch norm")
+    chosen = _each_chosen({"PRONG": whitened(experiment), "batch norm": of(experiment, "batchnorm")})
+    if isinstance(chosen, Finding):
+        return chosen
+    ours, theirs = chosen
     told = ", ".join(f"{group.name} {100 * test:.2f} %" for group, _, test in (ours, theirs))
     return found(ours[2] < theirs[2], f"{told}; {seeds(ours[0], theirs[0])}")
 
 
 def ahead_at_first(experiment: Experiment, part: float) -> Finding:
     """Whether PRONG+ has a lower validation error than batch norm when this part of all updates has been made."""
-    chosen = [_chosen(of(experiment, key)) for key in ("prong+", "batchnorm")]
-    if chosen[0] is None or chosen[1] is None:
-        return not_run("batch norm or PRONG+")
-    ours, theirs = chosen[0][0], chosen[1][0]
-    least = part * min(setting("updates")(group) for group in (ours, theirs))
+    chosen = _each_chosen({"PRONG+": of(experiment, "prong+"), "batch norm": of(experiment, "batchnorm")})
+    if isinstance(chosen, Finding):
+        return chosen
+    ours, theirs = (group for group, _, _ in chosen)
+    least = part * setting("updates")(ours)
     early = [next((p for p in g.points("validation_error") if p.update >= least), None) for g in (ours, theirs)]
     if early[0] is None or early[1] is None:
         return untestable("one of them did not come so far")
@@ -168,11 +190,12 @@ def ahead_at_first(experiment: Experiment, part: float) -> Finding:
 
 def top_1(experiment: Experiment) -> Finding:
     """Whether PRONG+ is within a point of batch norm's validation error, and both below SGD's."""
-    chosen = [_chosen(of(experiment, *keys)) for keys in (("batchnorm",), ("prong+",), SGD)]
-    if any(one is None for one in chosen):
-        return not_run("batch norm, PRONG+ or SGD")
-    bn, plus, sgd = (100 * one[1] for one in chosen if one is not None)
-    told = f"{bn:.1f}, {plus:.1f}, {sgd:.1f} %; {seeds(*(one[0] for one in chosen if one is not None))}"
+    wanted = {"batch norm": ("batchnorm",), "PRONG+": ("prong+",), "SGD": SGD}
+    chosen = _each_chosen({name: of(experiment, *keys) for name, keys in wanted.items()})
+    if isinstance(chosen, Finding):
+        return chosen
+    bn, plus, sgd = (100 * validation for _, validation, _ in chosen)
+    told = f"{bn:.1f}, {plus:.1f}, {sgd:.1f} %; {seeds(*(group for group, _, _ in chosen))}"
     return found(abs(bn - plus) <= 1 and max(bn, plus) < sgd, told)
 
 
@@ -191,17 +214,34 @@ def _aim(experiment: Experiment, value: str) -> tuple[Group, float, Point] | Fin
     return sgd, final.median, where
 
 
-def _chosen(candidates: Sequence[Group]) -> tuple[Group, float, float] | None:
-    """The group with the smallest median validation error, that error, and the median test error there."""
-    entries: list[tuple[Group, float, float]] = []
-    for group in candidates:
-        rows = [row for run in group.runs if (row := best_row(run))]
-        if rows and not group.failed:
-            validation, test = (
-                median(row.get(f"{name}_error", math.nan) for row in rows) for name in ("validation", "test")
-            )
-            entries.append((group, validation, test))
-    return min(entries, key=lambda entry: entry[1], default=None)
+def _each_chosen(sides: Mapping[str, Sequence[Group]]) -> list[tuple[Group, float, float]] | Finding:
+    """Of every side the group with the smallest median validation error, that error, and the median test error there.
+
+    Or why they cannot be compared: one is missing, has failed, or was run for another number of updates.
+    """
+    best: list[tuple[Group, float, float]] = []
+    for name, candidates in sides.items():
+        if not candidates:
+            return not_run(name)
+        entries = [(group, *_where_validated(group)) for group in candidates]
+        best.append(min(entries, key=lambda entry: entry[1]))
+        if math.isinf(best[-1][1]):
+            return untestable(f"{name} diverged")
+    return unequal(*(group for group, _, _ in best)) or best
+
+
+def _where_validated(group: Group) -> tuple[float, float]:
+    """Medians of the smallest validation error and of the test error there; a failed run is worse than any other."""
+    rows = [best_row(run) or {} for run in group.runs]
+    worst = math.inf
+    validation = median(row.get("validation_error", worst) for row in rows)
+    return validation, median(row.get("test_error", math.nan) if row else worst for row in rows)
+
+
+def _last(group: Group, clock: Clock) -> float:
+    """The seconds at which a group was last measured."""
+    points = group.points(SQUARES, clock)
+    return points[-1].seconds if points else 0.0
 
 
 def _times(ratio: float) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prong.lab.folders import RunFolder, run_folders
-from prong.lab.methods import KEYS
+from prong.lab.methods import KEYS, OURS
 from prong.lab.racing.clock import Pace
 from prong.lab.record import ForeignRecordError, read_json
 
@@ -67,17 +67,20 @@ class Experiment:
     runs: Sequence[Run]
     clock: Mapping[str, Any] = field(default_factory=dict)
 
-    def pace(self, method: str) -> Pace | None:
-        """The costs of a method, if they were measured apart."""
-        found = self.clock.get(method)
+    def pace(self, run: Run) -> Pace | None:
+        """The costs of a run's method, if they were measured apart, and as it was run."""
+        found = self.clock.get(run.method)
         if not found or not found.get("ms_per_update"):
+            return None
+        config = flat(run.config)
+        if any(config.get(name) != value for name, value in found.get("made_for", {}).items()):
             return None
         starts = found.get("initialisation_seconds") or [0.0]
         return Pace(list(found["ms_per_update"]), float(found.get("start_up_seconds", 0.0)), list(starts))
 
     def untimed(self) -> list[str]:
         """The labels of methods whose costs were not measured apart."""
-        return list(dict.fromkeys(run.config["label"] for run in self.runs if self.pace(run.method) is None))
+        return list(dict.fromkeys(run.config["label"] for run in self.runs if self.pace(run) is None))
 
     def parts(self) -> dict[str, Experiment]:
         """Its parts by their names, in order; the name of an only one is often empty."""
@@ -127,8 +130,9 @@ def _in_folders(path: Path) -> list[Experiment]:
 
 def _from_folder(folder: RunFolder) -> Run:
     try:
+        outcome = folder.outcome  # before its rows: a run may end meanwhile
         config, environments = folder.config, folder.environments
-        rows, outcome, keepsakes = folder.rows(), folder.outcome, folder.keepsakes
+        rows, keepsakes = folder.rows(), folder.keepsakes
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ForeignRecordError(f"{folder.path} is not the folder of a run: {error}. Move it away.") from error
     return _checked(str(folder.path), config, environments[-1] if environments else {}, rows, outcome, keepsakes)
@@ -149,7 +153,17 @@ def _recorded(path: Path) -> Experiment:
         runs.append(_checked(where, *map(parts.get, ("config", "environment", "rows", "outcome", "keepsakes"))))
         if runs[-1].config["experiment"] != name:
             raise ForeignRecordError(f"{where} is not of {name}. Make the record anew.")
-    return Experiment(name, runs, content.get("clock") or {})
+    return Experiment(name, runs, _clock(content))
+
+
+def _clock(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The costs in a record by method, each with the settings that it was measured for, as far as they bear on it."""
+    config, clock = content.get("config") or {}, {}
+    for key, entry in (content.get("clock") or {}).items():
+        refreshes = key in KEYS and KEYS[key].name in OURS
+        settings = ("batch", "period", "samples") if refreshes else ("batch",)
+        clock[key] = {"made_for": {name: config[name] for name in settings if name in config}, **entry}
+    return clock
 
 
 def _checked(where: str, config: Any, environment: Any, rows: Any, outcome: Any, keepsakes: Any) -> Run:

@@ -55,7 +55,7 @@ def section(experiment: Experiment) -> Section:
     known: Mapping[str, Experiment] = {experiment.name: experiment}
     parts = experiment.parts()
     finals = [tables.results(part, name) for name, part in parts.items()]
-    results = (*finals, tables.chosen(experiment), tables.grid(experiment), tables.costs(experiment))
+    results = (*finals, tables.chosen(experiment), *tables.grids(experiment), tables.costs(experiment))
     troubles = (tables.failures(experiment), tables.unfinished(experiment))
     return Section(
         experiment.name,

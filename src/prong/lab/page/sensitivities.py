@@ -78,15 +78,20 @@ def long_period_degrades(experiment: Experiment, period: float) -> Finding:
 
 
 def _pairs(experiment: Experiment) -> dict[tuple[float, float], Group]:
-    known = groups(experiment.part("eps").runs)
-    return {(setting("lr")(group), setting("eps")(group)): group for group in known}
+    return {(setting("lr")(group), setting("eps")(group)): group for group in _of_prong(experiment, "eps")}
 
 
 def _periods(experiment: Experiment) -> dict[float, dict[str, Group]]:
     known: dict[float, dict[str, Group]] = {}
-    for group in groups(experiment.part("period").runs):
+    for group in _of_prong(experiment, "period"):
         known.setdefault(setting("period")(group), {})[group.config["initialisation"]] = group
     return dict(sorted(known.items()))
+
+
+def _of_prong(experiment: Experiment, part: str) -> list[Group]:
+    """The groups of a part: the paper's method alone, where variants were run too."""
+    known = groups(experiment.part(part).runs)
+    return [group for group in known if group.method == "prong"]
 
 
 def _error(group: Group) -> float:

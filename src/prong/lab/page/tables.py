@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -24,9 +23,10 @@ def results(experiment: Experiment, part: str = "") -> Sheet:
     rows = []
     for group in groups(experiment.runs):
         ended = group.ended
-        seeds = ", ".join(str(run.config["seed"]) for run in group.runs)
+        shown = ended.runs or group.runs
+        seeds = ", ".join(str(run.config["seed"]) for run in shown)
         cells = [_final(ended, measure) for measure in measures]
-        rows.append([group.name, seeds, f"{median(run.updates for run in group.runs):,.0f}", *cells])
+        rows.append([group.name, seeds, f"{median(run.updates for run in shown):,.0f}", *cells])
     headings = ["method", "seeds", "updates", *(words(measure) + _unit(measure) for measure in measures)]
     note = "Medians over seeds, and in brackets the smallest and the largest. Unfinished runs are not in them."
     return Sheet(_titled("Final measurements", part), headings, rows, note)
@@ -38,7 +38,7 @@ def chosen(experiment: Experiment) -> Sheet | None:
     for group in groups(experiment.runs):
         best = [row for run in group.ended.runs if (row := best_row(run))]
         if best:
-            errors = [_spread([100 * row.get(key, math.nan) for row in best]) for key in ERRORS]
+            errors = [_spread([100 * row[key] for row in best]) if key in best[0] else NONE for key in ERRORS]
             rows.append([group.name, str(len(best)), f"{median(row['update'] for row in best):,.0f}", *errors])
     headings = ["method", "seeds", "update", *(f"{words(key)}, %" for key in ERRORS)]
     note = "Each run where its validation error is smallest; failed and unfinished runs are not in it."
@@ -51,9 +51,9 @@ def best_row(run: Run) -> Mapping[str, float] | None:
     return min(rows, key=lambda row: row["validation_error"]) if rows and run.failure is None else None
 
 
-def milliseconds(experiment: Experiment, group: Group) -> float | None:
-    """The time of an update: measured apart if it was, else the median of the runs' own, without initialisation."""
-    pace = experiment.pace(group.method)
+def milliseconds(experiment: Experiment, group: Group, apart: bool = True) -> float | None:
+    """The time of an update: measured `apart` if it was, else the median of the runs' own, without initialisation."""
+    pace = experiment.pace(group.runs[0]) if apart else None
     if pace is not None:
         return pace.milliseconds
     paces = []
@@ -66,7 +66,7 @@ def milliseconds(experiment: Experiment, group: Group) -> float | None:
 
 
 def costs(experiment: Experiment) -> Sheet | None:
-    """Time per update and per epoch beside SGD's; None without SGD."""
+    """Time per update and per epoch beside SGD's, where both were timed in the same way; None without SGD."""
     found = [(group, cost) for group in groups(experiment.runs) if (cost := milliseconds(experiment, group))]
     base = next(((g, cost) for key in SGD for g, cost in found if g.method == key), None)
     if base is None:
@@ -74,10 +74,12 @@ def costs(experiment: Experiment) -> Sheet | None:
     batch = setting("batch")
     rows = []
     for group, cost in found:
-        epoch = cost * batch(base[0]) / (base[1] * batch(group))
+        ratio = cost / base[1]
+        alike = len({experiment.pace(member.runs[0]) is None for member in (group, base[0])}) == 1
+        ratios = [ratio, ratio * batch(base[0]) / batch(group)]
         shares = [share(experiment, group.method, what) for what in ("refresh", "statistics")]
         percents = [NONE if part is None else f"{100 * part:.1f} %" for part in shares]
-        rows.append([group.name, f"{cost:.2f}", f"{cost / base[1]:.2f}", f"{epoch:.2f}", *percents])
+        rows.append([group.name, f"{cost:.2f}", *(f"{r:.2f}" if alike else NONE for r in ratios), *percents])
     headings = ["method", "ms per update", f"times {base[0].name}", "per epoch, times", "refresh", "statistics"]
     return Sheet("Cost", headings, rows, f"{clock_note(experiment)} The initialisation is not counted in these.")
 
@@ -88,11 +90,15 @@ def share(experiment: Experiment, method: str, what: str) -> float | None:
     return None if found is None else float(found)
 
 
-def grid(experiment: Experiment) -> Sheet | None:
-    """Final training errors by damping and learning rate; None without such runs."""
-    found = groups(experiment.part("eps").runs)
-    if not found:
-        return None
+def grids(experiment: Experiment) -> list[Sheet]:
+    """Final training errors by damping and learning rate, of every method with such runs."""
+    found: dict[str, list[Group]] = {}
+    for group in groups(experiment.part("eps").runs):
+        found.setdefault(group.config["label"], []).append(group)
+    return [_grid(label if len(found) > 1 else "", members) for label, members in found.items()]
+
+
+def _grid(label: str, found: Sequence[Group]) -> Sheet:
     rates = sorted({setting("lr")(group) for group in found})
     cells = {(setting("eps")(group), setting("lr")(group)): group for group in found}
     rows = [
@@ -100,7 +106,8 @@ def grid(experiment: Experiment) -> Sheet | None:
         for eps in sorted({eps for eps, _ in cells}, reverse=True)
     ]
     headings = ["ε", *(f"lr {rate:g}" for rate in rates)]
-    return Sheet("Final training error by ε and learning rate", headings, rows, "Squared error per example.")
+    title = _titled("Final training error by ε and learning rate", label)
+    return Sheet(title, headings, rows, "Squared error per example.")
 
 
 def settings(experiment: Experiment, part: str = "") -> Sheet:

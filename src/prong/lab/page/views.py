@@ -57,7 +57,7 @@ def over(
 def clock_note(experiment: Experiment) -> str:
     """Where seconds come from."""
     own = experiment.untimed()
-    timed = any(experiment.pace(run.method) for run in experiment.runs)
+    timed = any(experiment.pace(run) for run in experiment.runs)
     return (
         f"{CLOCKED}; those of {', '.join(own)} are the runs' own." if own and timed else f"{OWN if own else CLOCKED}."
     )
