@@ -158,6 +158,6 @@ def test_the_cheaper_space_is_chosen_by_positions(monkeypatch):
     chosen.clear()
     layer = prong.whiten_(nn.Linear(3, 10))
     prong.refresh_(layer, [torch.randn(5, 3)])
-    layer(torch.randn(3, 5, 3))
-    layer(torch.randn(2, 7, 3))
-    assert chosen == [(15, False), (14, True)]
+    layer(torch.randn(3, 4, 3))
+    layer(torch.randn(2, 5, 3))
+    assert chosen == [(12, False), (10, True)]
