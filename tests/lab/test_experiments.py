@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import pickle
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +20,10 @@ import pytest
 import torch
 
 import prong
+from prong.lab import models
 from prong.lab.cli import main
 from prong.lab.experiments import autoencoder, catalogue, cifar10, conditioning, imagenet, listing, sensitivity
-from prong.lab.folders import RunFolder, run_folders
+from prong.lab.folders import CHECKPOINT, RunFolder, run_folders
 from prong.lab.jobs import Job
 from prong.lab.methods import KEYS
 from tests.lab.processes import unmeasured
@@ -76,6 +80,13 @@ def test_options_reach_every_method_that_knows_them(mnist: Path) -> None:
     assert "eps" not in standard.settings
 
 
+def test_sigmoid_code_units_are_another_configuration(mnist: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autoencoder, "autoencoder", models.autoencoder)
+    choices = [autoencoder.Options(methods=("sgd",), code_activation=chosen) for chosen in (False, True)]
+    linear, sigmoid = (autoencoder.jobs(options)[0].config() for options in choices)
+    assert sigmoid == {**linear, "model": "sigmoid code"}
+
+
 def everything(mnist: Path) -> dict[str, list[Job]]:
     return {
         "autoencoder": autoencoder.jobs(autoencoder.Options(seeds=2)),
@@ -99,6 +110,18 @@ def test_the_sensitivity_grids_are_complete(mnist: Path) -> None:
     periods = {(job.schedule.period, job.contestant.initialisation) for job in jobs if job.part == "period"}
     assert periods == {(10**k, start) for k in range(1, 6) for start in ("whitened", "standard")}
     assert not any(job.schedule.early for job in jobs if job.part == "period")
+
+
+def test_a_quick_look_at_sensitivity_keeps_the_values_that_are_given(mnist: Path) -> None:
+    def tried(**given: Any) -> list[set[float]]:
+        jobs = sensitivity.jobs(sensitivity.Options(quick=True, **given))
+        grid = [job.settings for job in jobs if job.part == "eps"]
+        periods = {job.schedule.period for job in jobs if job.part == "period"}
+        return [{settings["eps"] for settings in grid}, {settings["lr"] for settings in grid}, periods]
+
+    assert tried() == [{1.0, 0.1}, {1e-3, 3e-4}, {100, 1000}]
+    assert tried(lrs=(0.5,), periods=(10,)) == [{1.0, 0.1}, {0.5}, {10}]
+    assert tried(eps=(1.0, 2.0, 3.0)) == [{1.0, 2.0, 3.0}, {1e-3, 3e-4}, {100, 1000}]
 
 
 def test_with_a_fixed_period_the_first_reparametrisation_is_before_the_first_update(mnist: Path) -> None:
@@ -140,6 +163,18 @@ def test_rows_go_to_tensorboard_too(mnist: Path, tmp_path: Path) -> None:
         (("autoencoder", "--updates", "0"), "--updates is at least 1, got 0"),
         (("autoencoder", "--seeds", "0"), "--seeds is at least 1, got 0"),
         (("autoencoder", "--data", "nowhere"), "--data nowhere is no folder"),
+        (("autoencoder", "--batch", "161"), "--batch is at most the 160 examples that are trained on, got 161"),
+        (("conditioning", "--batch", "161"), "--batch is at most the 160 examples that are trained on, got 161"),
+        (("sensitivity", "--batch", "161"), "--batch is at most the 160 examples that are trained on, got 161"),
+        (("conditioning", "--batch", "0"), "--batch is at least 1, got 0"),
+        (("autoencoder", "--samples", "1"), "--samples is at least 2, got 1"),
+        (("autoencoder", "--evaluated", "0"), "--evaluated is at least 1, got 0"),
+        (("autoencoder", "--lr", "-1"), "lr is positive and finite, got -1"),
+        (("autoencoder", "--momentum", "-1"), "momentum is not negative and finite, got -1"),
+        (("conditioning", "--eps", "0"), "eps is positive and finite, got 0"),
+        (("sensitivity", "--lrs", "0.1", "nan"), "lr is positive and finite, got nan"),
+        (("sensitivity", "--parts"), "--parts are one or more, each once; got ()"),
+        (("sensitivity", "--lrs", "0.1", "0.1"), "--lrs are one or more, each once; got (0.1, 0.1)"),
     ],
 )
 def test_what_cannot_be_run_is_said_in_one_line(
@@ -167,6 +202,29 @@ def test_two_commands_in_one_folder_are_one_too_many(mnist: Path, tmp_path: Path
     words = ("run", "autoencoder", "--methods", "prong", "--out", str(tmp_path / "runs"), *SMALL)
     with folder.opened(folder.config):
         assert "another process is at work" in refused(*words)
+
+
+ENDLESS = ("--updates", "5000", "--batch", "16", "--evaluations", "2", "--evaluated", "20", "--samples", "64")
+
+
+def test_a_run_that_cannot_be_made_stops_those_beside_it_with_a_checkpoint(mnist: Path, tmp_path: Path) -> None:
+    sizes = {name[2:]: int(value) for name, value in zip(ENDLESS[::2], ENDLESS[1::2], strict=True)}
+    (held,) = autoencoder.jobs(autoencoder.Options(methods=("nesterov",), **sizes))
+    words = ("--methods", "prong", "nesterov", "--out", str(tmp_path / "runs"), *ENDLESS, "--jobs", "2")
+    with RunFolder(tmp_path / "runs" / held.name).opened(held.config()):
+        assert "another process is at work" in refused("run", "autoencoder", *words)
+    other = RunFolder(tmp_path / "runs" / "prong-whitened-seed0")
+    assert other.outcome is None and (other.path / CHECKPOINT).exists()
+
+
+def test_a_process_that_dies_is_said_in_one_line(mnist: Path, tmp_path: Path) -> None:
+    def kill() -> None:
+        wait_for(tmp_path / "runs" / "prong-whitened-seed0" / "metrics.jsonl", '"update": 0,')
+        os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
+
+    threading.Thread(target=kill).start()
+    words = ("--methods", "prong", "nesterov", "--out", str(tmp_path / "runs"), *ENDLESS, "--jobs", "2")
+    assert "a process died, perhaps for want of memory" in refused("run", "autoencoder", *words)
 
 
 def command(mnist: Path, out: Path, *words: str, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
@@ -214,7 +272,7 @@ def test_a_full_disk_is_said_in_one_line_and_nothing_is_lost(mnist: Path, tmp_pa
     process = command(mnist, tmp_path / "runs", *words, before=little_room)
     _, trouble = process.communicate(timeout=200)
     assert process.returncode == 1 and trouble.count("\n") == 1
-    assert "cannot be written: File too large" in trouble and "The same command goes on" in trouble
+    assert "cannot be read or written: File too large" in trouble and "The same command goes on" in trouble
     folder = RunFolder(tmp_path / "runs" / "prong-whitened-seed0")
     assert folder.outcome is None and len(folder.rows()) == 3
     again = command(mnist, tmp_path / "runs", *words)

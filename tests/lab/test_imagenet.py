@@ -74,7 +74,7 @@ def test_methods_are_compared_on_photographs_in_folders(
     ("words", "message"),
     [
         (("--data", "nowhere"), "--data nowhere is no folder"),
-        (("--batch", "19"), "--batch is at most the 18 photographs that are trained on, got 19"),
+        (("--batch", "19"), "--batch is at most the 18 examples that are trained on, got 19"),
         (("--held-out", "8"), "too few to hold out 8"),
         (("--size", "31"), "--size is at least 32, got 31"),
         (("--readers", "-1"), "--readers is at least 0, got -1"),

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from prong.lab.folders import BEFORE, CHECKPOINT, FolderInUseError, RunFolder, run_folders
+from prong.lab.folders import BEFORE, CHECKPOINT, RunFolder, run_folders
 from prong.lab.jobs import Watch, carry_out
 from prong.lab.methods import KEYS
-from prong.lab.record import ForeignRecordError
+from prong.lab.record import ForeignRecordError, InUseError
 from tests.lab.killed import small_job
 
 ROOT = Path(__file__).parents[2]
@@ -103,12 +103,44 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert_same(folder.path, tmp_path / "whole")
 
 
+@pytest.mark.parametrize("lines", [2, 1])
+def test_a_checkpoint_of_more_rows_than_a_crash_left_is_not_used(lines: int, mnist: Path, tmp_path: Path) -> None:
+    job, folder = small_job(mnist, "adam"), RunFolder(tmp_path / "run")
+    for stop in (6, 6):
+        with pytest.raises(KeyboardInterrupt):
+            carry_out(job, folder, stop_after(stop))
+    rows = (folder.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert len(rows) == 3
+    (folder.path / "metrics.jsonl").write_text("".join(rows[:lines]))
+    with pytest.warns(UserWarning, match="more rows than there are") as told:
+        carry_out(job, folder)
+    assert len(told) == (1 if lines == 2 else 2), "the one before is used if its rows are there"
+    carry_out(job, RunFolder(tmp_path / "whole"))
+    assert_same(folder.path, tmp_path / "whole")
+
+
+def test_what_counts_on_a_file_reaches_the_disk_after_it(
+    mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").readlink().name))
+    job, folder = small_job(mnist, "adam"), RunFolder(tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(job, folder, stop_after(6))
+    last = {name: position for position, name in enumerate(synced)}
+    assert max(last["metrics.jsonl"], last["clock.jsonl"]) < last["checkpoint.pt.part"]
+    carry_out(job, folder)
+    last = {name: position for position, name in enumerate(synced)}
+    assert max(last["metrics.jsonl"], last["clock.jsonl"], last["model.pt.part"]) < last["outcome.json.part"]
+
+
 def test_a_finished_run_is_not_run_again(mnist: Path, tmp_path: Path) -> None:
     job, folder = small_job(mnist, "nesterov", updates=5), RunFolder(tmp_path / "run")
     first = carry_out(job, folder)
-    before = {file: file.stat().st_mtime_ns for file in folder.path.glob("*.jsonl")}
+    before = {file: file.stat().st_mtime_ns for file in folder.path.glob("*.*")}
     assert carry_out(job, folder) == first
-    assert before == {file: file.stat().st_mtime_ns for file in folder.path.glob("*.jsonl")}
+    assert before == {file: file.stat().st_mtime_ns for file in folder.path.glob("*.*")}
+    assert len(folder.environments) == 1, "who made it, not who looked at it"
 
 
 def test_a_folder_of_another_configuration_is_refused_and_left_alone(mnist: Path, tmp_path: Path) -> None:
@@ -133,7 +165,7 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(mnist: Path, tmp_p
 
 def test_two_runs_in_one_folder_are_one_too_many(mnist: Path, tmp_path: Path) -> None:
     job, folder = small_job(mnist, "nesterov"), RunFolder(tmp_path / "run")
-    with folder.opened(job.config()), pytest.raises(FolderInUseError, match="another process is at work"):
+    with folder.opened(job.config()), pytest.raises(InUseError, match="another process is at work"):
         carry_out(job, RunFolder(folder.path))
 
 

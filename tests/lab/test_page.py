@@ -93,6 +93,14 @@ def test_the_table_holds_median_smallest_and_largest_over_seeds(tmp_path: Path) 
     assert [row[-1] for row in results(experiment).rows] == ["2.000 (1.000-7.000)", "diverged"]
 
 
+def test_runs_that_are_only_beginning_do_not_count_among_the_others(tmp_path: Path) -> None:
+    write_run(tmp_path, "prong", errors([90, 5]), seed=0)
+    begun = write_run(tmp_path, "prong", seed=1, ended=False)
+    (begun.path / "environment.json").unlink()
+    (experiment,) = gather([tmp_path])
+    assert results(experiment).rows[0][:3] == ["PRONG", "0", "10"]
+
+
 def test_whatever_comes_from_files_is_escaped(tmp_path: Path) -> None:
     pathological = {"label": EVIL, "data": EVIL, "settings": {EVIL: 1.0}, "initialisation": EVIL, "part": EVIL}
     write_run(tmp_path / "runs", "odd", errors([3, 2]), experiment="other", failure=EVIL, **pathological)
@@ -266,6 +274,13 @@ def test_long_curves_keep_their_ends_and_at_most_so_many_points() -> None:
 def test_every_method_has_a_look_of_its_own() -> None:
     keys = {method.key for method in METHODS.values()}
     assert LOOKS.keys() == keys and len(set(LOOKS.values())) == len(keys)
+
+
+def test_groups_that_differ_in_their_data_alone_are_told_apart_by_it(tmp_path: Path) -> None:
+    for data in ("all digits", "some digits"):
+        write_run(tmp_path, "prong", errors([90, 5]), data=data)
+    (experiment,) = gather([tmp_path])
+    assert [group.name for group in groups(experiment.runs)] == ["PRONG, all digits", "PRONG, some digits"]
 
 
 def test_groups_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:

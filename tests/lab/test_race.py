@@ -25,7 +25,7 @@ from prong.lab.methods import METHODS
 from prong.lab.racing.ledger import Ledger, SeededRun, judged, time_trial
 from prong.lab.racing.race import RACERS, race
 from prong.lab.racing.search import Trial, propose
-from prong.lab.record import ForeignRecordError
+from prong.lab.record import ForeignRecordError, alone
 from prong.lab.training import Row, Run
 from tests.lab.digits import contents, write_files
 from tests.lab.tiny import tiny_autoencoder
@@ -204,6 +204,16 @@ def test_a_record_of_another_race_is_refused(finished: Path, folder: Path, tmp_p
     assert path.read_text() == finished.read_text()
 
 
+def test_two_races_on_one_record_are_one_too_many(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRONG_DATA", str(folder))
+    refused = pytest.raises(SystemExit, match=r"another process is at work on .*race.json")
+    with alone(tmp_path / "race.json.lock", AssertionError()), refused:
+        race(json=tmp_path / "race.json")
+    assert not (tmp_path / "race.json").exists()
+
+
 @pytest.mark.parametrize(
     ("rows", "failure", "value", "reached", "stopped"),
     [
@@ -307,7 +317,7 @@ def test_the_defaults_are_those_agreed_on() -> None:
 
 
 def test_options_can_be_given_on_a_command_line() -> None:
-    with pytest.raises(SystemExit, match="no such method: Adagrad"):
+    with pytest.raises(SystemExit, match="--methods knows no 'Adagrad'"):
         tyro.cli(race, args=["--methods", "SGD", "Adagrad", "--trials", "3", "--seeds", "5", "6"])
 
 
@@ -317,7 +327,7 @@ def test_options_can_be_given_on_a_command_line() -> None:
         ({"methods": ()}, "--methods are one or more"),
         ({"seeds": (2, 2)}, "--seeds are one or more, each once"),
         ({"seeds": (1, 2)}, "seed 1 is the one that settings are chosen with"),
-        ({"initialisations": ("orthogonal",)}, "got orthogonal"),
+        ({"initialisations": ("orthogonal",)}, "--initialisations knows no 'orthogonal'"),
         ({"trials": 0}, "--trials is at least 1"),
         ({"workers": 0}, "--workers is at least 1"),
         ({"every": 0}, "--every is at least 1"),

@@ -326,7 +326,9 @@ REFUSED: dict[str, tuple[Any, list[str], str]] = {
     "a method": (GRID, ["--methods", "sdg"], "--methods knows no 'sdg'"),
     "jobs": (GRID, ["--jobs", "0"], "--jobs is at least 1"),
     "trials": (GRID, ["--trials", "0"], "--trials is at least 1"),
-    "too many": (GRID, ["--trials", "5"], "more than the 4 points"),
+    "too many": (GRID, ["--trials", "5"], "sgd: --trials 5 are more than the 4 points of its grid"),
+    "not resumable": ({"lr": [1]}, ["--methods", "shampoo"], "shampoo cannot take part in this experiment"),
+    "not resumable either": ({"psgd-kron": {"lr": [1]}}, [], "psgd-kron cannot take part in this experiment"),
     "grace": (GRID, ["--grace", "0"], "--grace must be positive"),
     "a setting": ({"lr": [1], "momentun": [0.9]}, [], "sgd knows no 'momentun'. It knows: lr, weight_decay, momentum"),
     "a period": ({"lr": [1], "period": [10]}, ["--methods", "adam"], "adam knows no 'period'"),
@@ -373,6 +375,11 @@ def test_a_grid_that_is_not_there_and_an_unknown_experiment_are_refused(tmp_path
         sweep("--grid", str(tmp_path / "nope.json"))
     with pytest.raises(SystemExit, match=r"no experiment 'autoencoders' to sweep. Choose from: autoencoder"):
         main(["sweep", "autoencoders"])
+
+
+def test_a_method_that_the_net_cannot_be_trained_with_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="muon cannot take part in this experiment"):
+        main(["sweep", "cifar10", "--methods", "muon", "--out", str(tmp_path / "out")])
 
 
 def test_passwords_are_not_shown() -> None:

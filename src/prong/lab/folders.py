@@ -23,17 +23,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
-from prong.lab.record import ForeignRecordError, differences, provenance, read_json, write_json
+from prong.lab.record import (
+    ForeignRecordError,
+    InUseError,
+    alone,
+    differences,
+    flush,
+    provenance,
+    read_json,
+    write_json,
+    write_whole,
+)
 
 METRICS, CLOCK = "metrics.jsonl", "clock.jsonl"
 CHECKPOINT, BEFORE = "checkpoint.pt", "checkpoint-before.pt"
 DIGEST = hashlib.sha256().digest_size
-
-
-class FolderInUseError(RuntimeError):
-    """Another process is at work in the folder."""
 
 
 class RunFolder:
@@ -48,25 +53,16 @@ class RunFolder:
 
         Raises:
             ForeignRecordError: the folder is of another configuration, or not of a run at all.
-            FolderInUseError: another process is at work in it.
+            InUseError: another process is at work in it.
         """
         self.check(config)
-        self.path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.path / "lock", blocking=False)
-        try:
-            lock.acquire()
-        except Timeout as error:
-            raise FolderInUseError(
-                f"another process is at work in {self.path}. Wait until it ends, or name another folder with --out."
-            ) from error
-        try:
+        refusal = f"another process is at work in {self.path}. Wait until it ends, or name another folder with --out."
+        with alone(self.path / "lock", InUseError(refusal)):
             self.check(config)  # it may have been begun a moment ago
-            write_json(self.path / "config.json", config)
-            known = self.environments if (self.path / "environment.json").exists() else []
-            write_json(self.path / "environment.json", {"sittings": [*known, provenance()]})
+            if self.outcome is None:  # who comes later has no part in it
+                write_json(self.path / "config.json", config)
+                write_json(self.path / "environment.json", {"sittings": [*self.environments, provenance()]})
             yield
-        finally:
-            lock.release()
 
     def check(self, config: Mapping[str, Any]) -> None:
         """Refuse a folder of something else, before anything is changed.
@@ -96,8 +92,9 @@ class RunFolder:
 
     @property
     def environments(self) -> list[dict[str, Any]]:
-        """Where it was run, sitting by sitting."""
-        return list(read_json(self.path / "environment.json")["sittings"])
+        """Where it was run, sitting by sitting; nothing, of a run that is only beginning."""
+        path = self.path / "environment.json"
+        return list(read_json(path)["sittings"]) if path.exists() else []
 
     @property
     def outcome(self) -> dict[str, Any] | None:
@@ -122,10 +119,11 @@ class RunFolder:
         return [{**row, "seconds": time["seconds"]} for row, time in zip(metrics, clock, strict=False)]
 
     def add(self, row: Mapping[str, float], seconds: float) -> None:
-        """Write a row, so that it outlives the process."""
+        """Write a row, so that it outlives the process and, as a checkpoint may count on it, the machine."""
         for name, line in ((METRICS, row), (CLOCK, {"update": row["update"], "seconds": round(seconds, 4)})):
             with (self.path / name).open("a") as file:
                 file.write(json.dumps(line, allow_nan=False) + "\n")
+                flush(file)
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write a checkpoint: all of it or nothing; the one before is kept."""
@@ -140,9 +138,13 @@ class RunFolder:
         """The state to go on from, with the rows that were measured after it taken back; None to begin anew."""
         for path in (self.path / CHECKPOINT, self.path / BEFORE):
             saved = _read(path)
-            if saved is not None:
-                self._cut(saved["sizes"])
-                return saved["state"]  # type: ignore[no-any-return]
+            if saved is None:
+                continue
+            if any(_size(self.path / name) < size for name, size in saved["sizes"].items()):
+                warnings.warn(f"{path} is of more rows than there are and is not used", stacklevel=2)
+                continue
+            self._cut(saved["sizes"])
+            return saved["state"]  # type: ignore[no-any-return]
         self._cut({METRICS: 0, CLOCK: 0})
         return None
 
@@ -150,7 +152,7 @@ class RunFolder:
         """Write the parameters and that the run has ended, and remove what is not needed any more."""
         buffer = io.BytesIO()
         torch.save(model, buffer)
-        _replace(self.path / "model.pt", buffer.getvalue())
+        write_whole(self.path / "model.pt", buffer.getvalue())
         write_json(self.path / "outcome.json", outcome)
         for name in (CHECKPOINT, BEFORE, "checkpoint.pt.part"):
             (self.path / name).unlink(missing_ok=True)
@@ -185,8 +187,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
     with path.open("wb") as file:
         file.write(hashlib.sha256(data).digest())
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        flush(file)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -199,9 +200,3 @@ def _read(path: Path) -> dict[str, Any] | None:
         warnings.warn(f"{path} is damaged and is not used", stacklevel=3)
         return None
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
-
-
-def _replace(path: Path, data: bytes) -> None:
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_bytes(data)
-    unfinished.replace(path)

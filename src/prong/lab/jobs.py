@@ -32,6 +32,7 @@ class Job:
         schedule: of its refreshes, if it makes any.
         plan: how long, and how.
         part: of the experiment, where it has several.
+        model: in words, where it is not the usual one of the experiment.
         workers: that make it together.
         checkpoints: updates between these where there are several workers. Batch norm depends on the number of
             workers, and the last bits of everything on both; so they belong to the configuration.
@@ -45,6 +46,7 @@ class Job:
     schedule: Schedule
     plan: Plan
     part: str = ""
+    model: str = ""
     workers: int = 1
     checkpoints: int = 100
 
@@ -64,6 +66,7 @@ class Job:
             "plan": {key: value for key, value in plan.items() if key not in unsaid},
             "data": self.task.source,
             "parameters": sum(p.numel() for p in self.task.build().parameters()),
+            **({"model": self.model} if self.model else {}),
             **({"workers": self.workers, "checkpoints": self.checkpoints} if self.workers > 1 else {}),
         }
 
@@ -100,7 +103,7 @@ def carry_out(
 
     Raises:
         ForeignRecordError: the folder is of another configuration.
-        FolderInUseError: another process is at work in it.
+        InUseError: another process is at work in it.
         KeyboardInterrupt: the watch said stop.
     """
     watch = watch or Watch()

@@ -9,11 +9,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.resource_tracker import ensure_running
 from typing import Any, TypeVar
 
 import torch
+
+from prong.lab.interrupts import Stop
 
 Result = TypeVar("Result")
 Job = Callable[[], Result]
@@ -31,10 +33,10 @@ def side_by_side(
     A name's next job is asked for when the result of its last one has been handed over, and names take turns. With one
     worker the jobs are done in this process, else in others, to which they must be able to travel. If they are
     `shielded`, Ctrl-C waits until a job is ready for it, as with `interrupts.Stop`: it does not break a process that is
-    only beginning, or idle.
+    only beginning, or idle. Should one of them fail, the others are asked to stop as by Ctrl-C.
     """
     waiting, running = deque(names), dict[Future[Result], str]()
-    with _executor(workers) as executor:
+    with _executor(workers, shielded) as executor:
         while waiting or running:
             while waiting and len(running) < workers:
                 name = waiting.popleft()
@@ -71,7 +73,7 @@ def one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def _executor(workers: int) -> Iterator[Executor]:
+def _executor(workers: int, shielded: bool) -> Iterator[Executor]:
     if workers == 1:
         with one_thread():
             yield _Here()
@@ -81,6 +83,9 @@ def _executor(workers: int) -> Iterator[Executor]:
         try:
             yield executor
         except BaseException:
+            if shielded:
+                with suppress(ProcessLookupError):  # those of a broken pool are being ended anyway
+                    Stop().pass_on()
             executor.shutdown(cancel_futures=True)
             raise
 

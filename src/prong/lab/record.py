@@ -6,12 +6,14 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+from filelock import FileLock, Timeout
 
 import prong
 
@@ -54,18 +56,25 @@ def commit(folder: Path) -> str | None:
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a record, making its folder: all of it or nothing, so that who is killed leaves the one before.
-
-    NaN and infinity, which JSON does not have, are an error.
-    """
+    """Write a record whole, making its folder. NaN and infinity, which JSON does not have, are an error."""
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text.encode())
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file: all of it or nothing, so that who is killed leaves the one before."""
     unfinished = path.with_name(path.name + ".part")  # beside it: a rename within a file system is atomic
-    with unfinished.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # or after a crash of the machine there may be an empty file under the name
+    with unfinished.open("wb") as file:
+        file.write(data)
+        flush(file)  # or after a crash of the machine there may be an empty file under the name
     unfinished.replace(path)
+
+
+def flush(file: IO[Any]) -> None:
+    """Bring to the disk what was written, so that it outlives a crash of the machine."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def keep(path: Path | None, record: Mapping[str, Any], finished: bool = True) -> None:
@@ -80,6 +89,22 @@ def keep(path: Path | None, record: Mapping[str, Any], finished: bool = True) ->
 
 class ForeignRecordError(ValueError):
     """A file that is not the record to go on with."""
+
+
+class InUseError(RuntimeError):
+    """Another process is at work there."""
+
+
+@contextmanager
+def alone(lock: Path, refusal: Exception) -> Iterator[None]:
+    """What a lock file stands for as one's own, its folder made; if another process has it, the refusal is raised."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        held = FileLock(lock, blocking=False).acquire()
+    except Timeout as error:
+        raise refusal from error
+    with held:
+        yield
 
 
 def read_json(path: Path) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -48,6 +48,13 @@ def known(option: str, given: Iterable[str], names: Iterable[str]) -> None:
     for name in given:
         if name not in names:
             raise SystemExit(f"--{option} knows no {name!r}. Choose from: {'; '.join(names)}")
+
+
+def each_once(**options: Sequence[object]) -> None:
+    """Leave with one line if an option has no values, or one of them twice."""
+    for name, given in options.items():
+        if not given or len(set(given)) < len(given):
+            raise SystemExit(f"--{name} are one or more, each once; got {given}")
 
 
 def writable(**options: Path | None) -> None:

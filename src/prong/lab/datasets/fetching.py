@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pooch
 import requests
-from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from prong.lab.datasets.published import File, Published
 from prong.lab.datasets.shelf import find
+from prong.lab.record import alone
 
 PIECE = 1 << 16  # bytes written at once
 PATIENCE = 30  # seconds without a byte until a mirror is given up
@@ -61,19 +61,14 @@ def fetch(published: Published, folder: Path, console: Console, mirrors: Sequenc
 def aside(folder: Path, name: str) -> Iterator[Path]:
     """An empty folder on the same disk for what is not yet whole, gone in the end."""
     place = folder / f".{name}.part"
-    place.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(place / "lock", blocking=False)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise FetchError(f"another process is at work on {folder / name}. Wait until it ends.") from error
-    try:
-        shutil.rmtree(place / "pieces", ignore_errors=True)  # of a fetch that was killed
-        (place / "pieces").mkdir()
-        yield place / "pieces"
-    finally:
-        shutil.rmtree(place)
-        lock.release()
+    refusal = FetchError(f"another process is at work on {folder / name}. Wait until it ends.")
+    with alone(place / "lock", refusal):
+        try:
+            shutil.rmtree(place / "pieces", ignore_errors=True)  # of a fetch that was killed
+            (place / "pieces").mkdir()
+            yield place / "pieces"
+        finally:
+            shutil.rmtree(place)
 
 
 def _download(file: File, mirrors: Sequence[str], into: Path, progress: Progress) -> None:

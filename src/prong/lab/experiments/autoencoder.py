@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from prong.lab.experiments.common import Common, Flat, Start, Tuned, given, make_job, source_of
@@ -104,5 +104,6 @@ def jobs(options: Options) -> list[Job]:
         plan = Plan(updates, seed, options.batch, options.warm_up, evaluations, options.evaluated, options.anneal)
         for key in options.chosen(QUICK_METHODS if options.quick else tuple(TUNED)):
             tuned = TUNED.get(key, Tuned({}))
-            made.append(make_job(NAME, task, key, tuned, schedule, plan, changes, options.start))
+            job = make_job(NAME, task, key, tuned, schedule, plan, changes, options.start)
+            made.append(replace(job, model="sigmoid code" if options.code_activation else ""))
     return made

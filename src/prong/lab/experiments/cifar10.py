@@ -16,6 +16,7 @@ from prong.precision import has_bfloat16
 
 NAME = "cifar10"
 QUICK_METHODS = ("nesterov", "batchnorm", "prong-bn")
+FIT = tuple(key for key in KEYS if key != "muon")  # torch's takes matrices, and this net has none
 # Guesses, until a sweep is recorded.
 TUNED: Mapping[str, Tuned] = {
     "nesterov": Tuned({"lr": 0.03}),
@@ -98,8 +99,7 @@ def jobs(options: Options) -> list[Job]:
             options.anneal,
             bf16=bf16,
         )
-        fit = [key for key in KEYS if key != "muon"]  # torch's takes matrices, and this net has none
-        for key in options.chosen(QUICK_METHODS if options.quick else tuple(TUNED), fit):
+        for key in options.chosen(QUICK_METHODS if options.quick else tuple(TUNED), FIT):
             tuned = TUNED.get(key, Tuned({}))
             made.append(make_job(NAME, task, key, tuned, schedule, plan, changes, options.start))
     return made

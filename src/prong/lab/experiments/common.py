@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import tyro
 
 from prong.lab.contestants import Contestant, Initialisation
 from prong.lab.jobs import Job
-from prong.lab.methods import KEYS, Schedule, Settings
+from prong.lab.methods import DAMPED, KEYS, Schedule, Settings
 from prong.lab.tasks.base import Task
 from prong.lab.terminal import at_least
 from prong.lab.training import Plan
@@ -51,12 +52,7 @@ class Common:
         Raises:
             SystemExit: one of them is unknown, or does not fit the experiment.
         """
-        fit = [key for key in fit if KEYS[key].resumable]
-        for key in self.methods:
-            if key not in KEYS:
-                raise SystemExit(f"--methods knows no {key!r}. Choose from: {', '.join(fit)}")
-            if key not in fit:
-                raise SystemExit(f"{key} cannot take part in this experiment. Choose from: {', '.join(fit)}")
+        can_take_part(self.methods, fit)
         return list(dict.fromkeys(self.methods or default))
 
     def check(self) -> None:
@@ -64,6 +60,16 @@ class Common:
         at_least(1, seeds=self.seeds, jobs=1 if self.jobs is None else self.jobs)
         if self.data is not None and not self.data.is_dir():
             raise SystemExit(f"--data {self.data} is no folder. Fetch data with `prong data fetch NAME --data FOLDER`.")
+
+
+def can_take_part(methods: Iterable[str], fit: Iterable[str] = KEYS) -> None:
+    """Leave with one line if a method is unknown, does not fit, or cannot be stopped and gone on with."""
+    fit = [key for key in fit if KEYS[key].resumable]
+    for key in methods:
+        if key not in KEYS:
+            raise SystemExit(f"--methods knows no {key!r}. Choose from: {', '.join(fit)}")
+        if key not in fit:
+            raise SystemExit(f"{key} cannot take part in this experiment. Choose from: {', '.join(fit)}")
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,9 @@ def make_job(
     """A run of a method with its tuned settings, but for changes; those that it does not know are left out.
 
     The damping of a whitened initialisation is a setting too, also of methods that have no other use for it.
+
+    Raises:
+        SystemExit: it could not begin; one line says why.
     """
     method = KEYS[key]
     initialisation = tuned.initialisation if start == "tuned" else start
@@ -109,9 +118,21 @@ def make_job(
     if initialisation == "whitened":
         settings.setdefault("eps", 1e-2)
     settings = {name: value for name, value in settings.items() if name in known}
+    _check(task, settings, schedule, plan)
     contestant = Contestant(method.name, initialisation)
     folder = name or f"{key}-{initialisation}-seed{plan.seed}"
     return Job(experiment, folder, task, contestant, settings, schedule, plan, part)
+
+
+def _check(task: Task, settings: Settings, schedule: Schedule, plan: Plan) -> None:
+    at_least(1, batch=plan.batch, evaluated=plan.evaluated)
+    at_least(2, samples=schedule.samples)
+    if plan.batch > task.count:
+        raise SystemExit(f"--batch is at most the {task.count} examples that are trained on, got {plan.batch}")
+    for name, value in settings.items():
+        good, wanted = (value > 0, "positive") if name in DAMPED else (value >= 0, "not negative")
+        if not (good and math.isfinite(value)):
+            raise SystemExit(f"{name} is {wanted} and finite, got {value:g}")
 
 
 def given(**settings: float | None) -> Settings:

@@ -121,8 +121,6 @@ def jobs(options: Options) -> list[Job]:
     )
     source_of(task)
     batch = min(options.batch, 32) if options.quick else options.batch
-    if task.count < batch:
-        raise SystemExit(f"--batch is at most the {task.count} photographs that are trained on, got {batch}")
     workers = count(options.workers)
     if batch % workers:
         raise SystemExit(f"--batch is split evenly over {workers} workers, got {batch}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,12 +18,12 @@ from rich.table import Table
 from prong.distributed.workers import ALONE, Workers
 from prong.lab.events import Events
 from prong.lab.experiments.common import Common
-from prong.lab.folders import FolderInUseError, RunFolder
+from prong.lab.folders import RunFolder
 from prong.lab.interrupts import Stop
 from prong.lab.jobs import Job, Row, Watch, carry_out
 from prong.lab.parallel import by_first, restarts
 from prong.lab.pool import side_by_side
-from prong.lab.record import ForeignRecordError
+from prong.lab.record import ForeignRecordError, InUseError
 from prong.lab.terminal import make_console
 from prong.lab.training import Training
 
@@ -43,14 +44,16 @@ def perform(experiment: str, jobs: Sequence[Job], options: Common, workers: Work
         by_first(workers, lambda: _check(jobs, root, options))
         console.print(f"{jobs[0].task.source}; {len(jobs)} runs in {root}", highlight=False, soft_wrap=True)
         outcomes = _outcomes(jobs, root, options, console, workers)
-    except (ForeignRecordError, FolderInUseError) as error:
+    except (ForeignRecordError, InUseError) as error:
         raise SystemExit(str(error)) from error
     except OSError as error:
         if error.errno is None:  # our own, of photographs that cannot be read
             raise SystemExit(str(error)) from error
         where = error.filename or root
         again = " The same command goes on from here." if root.is_dir() else ""
-        raise SystemExit(f"{where} cannot be written: {error.strerror}.{again}") from error
+        raise SystemExit(f"{where} cannot be read or written: {error.strerror}.{again}") from error
+    except BrokenProcessPool as error:
+        raise SystemExit("stopped: a process died, perhaps for want of memory. The same command goes on.") from error
     except KeyboardInterrupt:
         console.print("Stopped. The same command goes on from here.", highlight=False)
         raise SystemExit(130) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from prong.lab.contestants import Initialisation
 from prong.lab.experiments.autoencoder import TUNED
@@ -13,11 +13,12 @@ from prong.lab.jobs import Job
 from prong.lab.methods import Schedule
 from prong.lab.models import autoencoder
 from prong.lab.tasks.reconstruction import Reconstruction
-from prong.lab.terminal import at_least
+from prong.lab.terminal import at_least, each_once
 from prong.lab.training import Plan
 
 NAME = "sensitivity"
 Part = Literal["eps", "period"]
+QUICK = {"eps": (1.0, 1e-1), "lrs": (1e-3, 3e-4), "periods": (100, 1000)}
 STARTS: tuple[Initialisation, ...] = ("whitened", "standard")
 
 
@@ -54,6 +55,11 @@ class Options(Common):
     evaluations: int = 50
     evaluated: int = 1000
 
+    def grid(self, name: str) -> tuple[Any, ...]:
+        """The values that are tried; a quick look has fewer, unless somebody named them."""
+        given: tuple[Any, ...] = getattr(self, name)
+        return QUICK[name] if self.quick and given == getattr(Options, name) else given
+
 
 def main(options: Flat[Options]) -> None:
     """Train the autoencoder with PRONG over grids of eps, learning rate and T, and record what comes of it."""
@@ -64,11 +70,10 @@ def jobs(options: Options) -> list[Job]:
     """The runs."""
     options.check()
     at_least(1, updates=options.updates, batch=options.batch, evaluations=options.evaluations, periods=options.periods)
+    each_once(parts=options.parts, eps=options.eps, lrs=options.lrs, periods=options.periods)
     task = Reconstruction(autoencoder, options.data)
     source_of(task)
     updates = min(options.updates, 60) if options.quick else options.updates
-    dampings, rates = (options.eps[:2], options.lrs[2:4]) if options.quick else (options.eps, options.lrs)
-    periods = options.periods[1:3] if options.quick else options.periods
     evaluations = min(options.evaluations, 6) if options.quick else options.evaluations
     made = []
     for seed in range(options.seeds):
@@ -76,15 +81,15 @@ def jobs(options: Options) -> list[Job]:
         for key in options.chosen(("prong",), [key for key in TUNED if key.startswith("prong")]):
             tuned = TUNED[key]
             if "eps" in options.parts:
-                for eps in dampings:
-                    for lr in rates:
+                for eps in options.grid("eps"):
+                    for lr in options.grid("lrs"):
                         name = f"{key}-eps{eps:g}-lr{lr:g}-seed{seed}"
                         own = Tuned({"lr": lr, "eps": eps}, "whitened")
                         made.append(make_job(NAME, task, key, own, Schedule(), plan, {}, part="eps", name=name))
             if "period" in options.parts:
                 lr, damping = options.lr or tuned.settings["lr"], options.damping or tuned.settings["eps"]
                 for start in STARTS:
-                    for period in periods:
+                    for period in options.grid("periods"):
                         samples = min(options.samples, period * options.batch)
                         schedule = Schedule(period, samples, early=False)
                         name = f"{key}-T{period}-{start}-seed{seed}"

@@ -24,7 +24,8 @@ from prong.lab.racing.rules import TUNING_SEED, Rules
 from prong.lab.racing.scoreboard import plot_race, race_table, ratio_table
 from prong.lab.racing.search import Trial
 from prong.lab.racing.standings import standings, summary
-from prong.lab.record import ForeignRecordError, resume, write_json
+from prong.lab.record import ForeignRecordError, InUseError, alone, resume, write_json
+from prong.lab.terminal import at_least, each_once, known, make_console
 
 RACERS = (
     "PRONG",
@@ -79,34 +80,27 @@ def race(
     rules = Rules(methods, initialisations, falling, trials, seeds, cap, target, every, repetitions)
     _check(rules, workers)
     problem = Problem(autoencoder, data_folder())
-    console = Console()
-    console = console if console.is_terminal else Console(width=150)
+    console = make_console()
     try:
         problem.digits()
     except (FileNotFoundError, ValueError) as error:
         raise SystemExit(str(error)) from error
+    refusal = f"another process is at work on {json}. Wait until it ends, or name another file with --json."
     try:
-        record = run_race(rules, problem, json, workers, console)
-    except ForeignRecordError as error:
+        with alone(json.with_name(json.name + ".lock"), InUseError(refusal)):
+            record = run_race(rules, problem, json, workers, console)
+    except (ForeignRecordError, InUseError) as error:
         raise SystemExit(str(error)) from error
     _show(record, rules, json, console)
 
 
 def _check(rules: Rules, workers: int) -> None:
     """Say what cannot work before anything is done."""
-    unknown = [name for name in rules.methods if name not in METHODS]
-    if unknown:
-        raise SystemExit(f"no such method: {', '.join(unknown)}. There are: {'; '.join(METHODS)}.")
-    odd = [start for start in rules.initialisations if start not in get_args(Initialisation)]
-    if odd:
-        raise SystemExit(f"an initialisation is one of {', '.join(get_args(Initialisation))}, got {', '.join(odd)}")
-    for name in ("methods", "initialisations", "thresholds", "seeds"):
-        if len(set(getattr(rules, name))) != len(getattr(rules, name)) or not getattr(rules, name):
-            raise SystemExit(f"--{name} are one or more, each once; got {getattr(rules, name)}")
-    counts = {"trials": rules.trials, "every": rules.every, "repetitions": rules.repetitions, "workers": workers}
-    for name, count in counts.items():
-        if count < 1:
-            raise SystemExit(f"--{name} is at least 1, got {count}")
+    known("methods", rules.methods, METHODS)
+    known("initialisations", rules.initialisations, get_args(Initialisation))
+    each_once(methods=rules.methods, initialisations=rules.initialisations)
+    each_once(thresholds=rules.thresholds, seeds=rules.seeds)
+    at_least(1, trials=rules.trials, every=rules.every, repetitions=rules.repetitions, workers=workers)
     for name, value in {"cap": rules.cap, "target": rules.target, "thresholds": rules.thresholds[-1]}.items():
         if value <= 0:
             raise SystemExit(f"--{name} must be positive, got {value}")

@@ -164,7 +164,7 @@ class Search:
         if self.adaptive and self.trials is None:
             raise ValueError("a range has no end of points: say with --trials how many to try")
         if self.trials is not None and not self.adaptive and self.trials > self.size:
-            raise ValueError(f"--trials {self.trials} are more than the {self.size} points of a grid")
+            raise ValueError(f"--trials {self.trials} are more than the {self.size} points of its grid")
 
     @property
     def adaptive(self) -> bool:

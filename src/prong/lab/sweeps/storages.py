@@ -10,11 +10,12 @@ from pathlib import Path
 from uuid import uuid4
 
 import sqlalchemy.exc
-from filelock import FileLock, Timeout
 from optuna.exceptions import OptunaError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from sqlalchemy.engine import make_url
+
+from prong.lab.record import alone, write_whole
 
 ATTEMPTS = 5  # to make the tables of a new database, should others be at it at the same time
 PATIENCE = 60.0  # seconds to wait for a SQLite file that others write to
@@ -31,23 +32,15 @@ def sole_user(folder: Path) -> Iterator[str]:
     Raises:
         StorageError: another process has it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / "lock", blocking=False)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise StorageError(
-            f"another process is at work in {folder}. Wait until it ends, or name another folder with --out: "
-            "on one --storage any number can work, each in a folder of its own."
-        ) from error
-    try:
+    refusal = (
+        f"another process is at work in {folder}. Wait until it ends, or name another folder with --out: "
+        "on one --storage any number can work, each in a folder of its own."
+    )
+    with alone(folder / "lock", StorageError(refusal)):
         holder = folder / "holder"
         if not holder.exists():
-            holder.with_name("holder.part").write_text(uuid4().hex)
-            holder.with_name("holder.part").replace(holder)
+            write_whole(holder, uuid4().hex.encode())
         yield holder.read_text()
-    finally:
-        lock.release()
 
 
 def open_journal(path: Path) -> BaseStorage:

@@ -14,16 +14,15 @@ import tyro
 from optuna.exceptions import StorageInternalError
 from rich.console import Console
 
-from prong.lab.folders import FolderInUseError
-from prong.lab.methods import KEYS
-from prong.lab.record import ForeignRecordError, resume, write_json
+from prong.lab.experiments.common import can_take_part
+from prong.lab.record import ForeignRecordError, InUseError, resume, write_json
 from prong.lab.sweeps.board import Board, beating
 from prong.lab.sweeps.grids import Search, paper_space, read_spaces
 from prong.lab.sweeps.report import method_entry, shown_progress, table
 from prong.lab.sweeps.storages import StorageError, open_database, open_journal, sole_user
 from prong.lab.sweeps.sweepable import SWEEPABLE
 from prong.lab.sweeps.sweeping import Keep, Sweep, carry_on
-from prong.lab.terminal import announce, at_least, known, make_console, writable
+from prong.lab.terminal import announce, at_least, make_console, writable
 
 
 def sweep(
@@ -62,7 +61,6 @@ def sweep(
     """
     if name not in SWEEPABLE:
         raise SystemExit(f"no experiment {name!r} to sweep. Choose from: {'; '.join(SWEEPABLE)}")
-    known("methods", methods, KEYS)
     at_least(1, updates=updates, jobs=jobs, trials=[] if trials is None else trials)
     if grace <= 0:
         raise SystemExit(f"--grace must be positive, got {grace}")
@@ -71,7 +69,9 @@ def sweep(
     console = make_console()
     try:
         experiment = SWEEPABLE[name]()
+        can_take_part(methods, experiment.fit)
         searches = searches_of(name, grid, methods or experiment.methods, bool(methods), trials, seed)
+        can_take_part(searches, experiment.fit)  # a grid may name others
         wanted = Sweep(name, experiment, searches, updates, seed)
         wanted.config()  # reads the data too, which may be missing
     except (ValueError, FileNotFoundError) as error:
@@ -81,7 +81,7 @@ def sweep(
     except KeyboardInterrupt:
         console.print("Stopped. The same command goes on from here.")
         raise SystemExit(130) from None
-    except (ForeignRecordError, FolderInUseError, StorageError) as error:
+    except (ForeignRecordError, InUseError, StorageError) as error:
         raise SystemExit(str(error)) from error
     except (OSError, StorageInternalError) as error:
         raise SystemExit(f"stopped: {error}. Mend it, and the same command goes on from here.") from error
@@ -101,7 +101,13 @@ def searches_of(
         spaces = {method: paper_space(experiment, method) for method in methods}
     else:
         spaces = read_spaces(Path(grid), methods, chosen)
-    return {method: Search(space, trials, seed) for method, space in spaces.items()}
+    searches = {}
+    for method, space in spaces.items():
+        try:
+            searches[method] = Search(space, trials, seed)
+        except ValueError as error:
+            raise ValueError(f"{method}: {error}") from error
+    return searches
 
 
 def run_sweep(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from prong.lab.contestants import Contestant, Initialisation, data_folder
+from prong.lab.experiments.cifar10 import FIT
 from prong.lab.jobs import Job
 from prong.lab.methods import KEYS, WHITENED, Schedule
 from prong.lab.sweeps.grids import COUNTS, Point
@@ -18,6 +19,7 @@ from prong.lab.tasks.photographs import Photographs
 from prong.lab.tasks.pictures import Classification
 from prong.lab.tasks.reconstruction import Reconstruction
 from prong.lab.training import Plan
+from prong.precision import has_bfloat16
 
 
 class Sweepable(Protocol):
@@ -26,6 +28,10 @@ class Sweepable(Protocol):
     @property
     def methods(self) -> tuple[str, ...]:
         """The keys of those that the paper compares."""
+
+    @property
+    def fit(self) -> tuple[str, ...]:
+        """The keys of those that its net can be trained with."""
 
     def job(self, method: str, point: Point, updates: int, seed: int) -> Job:
         """The run of a method at a point, which names some of its settings, or batch, period, samples, initialisation.
@@ -47,6 +53,8 @@ class Swept:
         evaluations: of every run, the last of which counts.
         samples_per_period: of a refresh, where a point does not say; a share of the examples of a period, or else those
             of the schedule.
+        bf16: forwards in bfloat16.
+        fit: methods that its net can be trained with.
     """
 
     experiment: str
@@ -56,6 +64,8 @@ class Swept:
     batch: int = 128
     evaluations: int = 20
     samples_per_period: float | None = None
+    bf16: bool = False
+    fit: tuple[str, ...] = tuple(KEYS)
 
     def job(self, method: str, point: Point, updates: int, seed: int) -> Job:
         """The run of a method at a point."""
@@ -76,7 +86,7 @@ class Swept:
             contestant=Contestant(KEYS[method].name, initialisation),
             settings={**damping, **KEYS[method].settings, **settings},
             schedule=Schedule(period, counts.get("samples", samples)),
-            plan=Plan(updates, seed, batch, evaluations=self.evaluations),
+            plan=Plan(updates, seed, batch, evaluations=self.evaluations, bf16=self.bf16),
             part="sweep",
         )
 
@@ -89,14 +99,14 @@ def autoencoder() -> Swept:
 def cifar10() -> Swept:
     """The paper's convolutional net, chosen by the error on pictures that are held out."""
     task = Classification(folder=data_folder())
-    return Swept("cifar10", task, schedule=Schedule(100, 1000), evaluations=2)
+    return Swept("cifar10", task, schedule=Schedule(100, 1000), evaluations=2, bf16=has_bfloat16(), fit=FIT)
 
 
 def imagenet() -> Swept:
     """Inception on photographs, chosen by the error on some that are held out."""
     methods = ("nesterov", "rmsprop", "batchnorm", "prong", "prong+")
     task = Photographs(folder=data_folder())
-    return Swept("imagenet", task, methods, batch=256, evaluations=4, samples_per_period=0.1)
+    return Swept("imagenet", task, methods, batch=256, evaluations=4, samples_per_period=0.1, bf16=has_bfloat16())
 
 
 SWEEPABLE: Mapping[str, Callable[[], Sweepable]] = {

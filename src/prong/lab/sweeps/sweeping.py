@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from prong.lab.folders import FolderInUseError, RunFolder
+from prong.lab.folders import RunFolder
 from prong.lab.interrupts import Stop
 from prong.lab.jobs import Job, Watch, carry_out
 from prong.lab.pool import side_by_side
-from prong.lab.record import ForeignRecordError, environment
+from prong.lab.record import ForeignRecordError, InUseError, environment
 from prong.lab.sweeps.board import Board, Claim, Result
 from prong.lab.sweeps.grids import Point, Search
 from prong.lab.sweeps.sweepable import Sweepable
@@ -131,13 +131,13 @@ def attempt(job: Job, folder: RunFolder, keep: Keep) -> Result:
     """What comes of a trial. Whatever its settings make it raise is its failure.
 
     Raises:
-        OSError, ForeignRecordError, FolderInUseError: the fault of the machine, or of the folder.
+        OSError, ForeignRecordError, InUseError: the fault of the machine, or of the folder.
         KeyboardInterrupt: somebody asked to stop.
     """
     with Stop() as stop:
         try:
             outcome = carry_out(job, folder, Watch(stopped=stop.is_asked))
-        except (OSError, ForeignRecordError, FolderInUseError):
+        except (OSError, ForeignRecordError, InUseError):
             raise
         except Exception as error:
             return Result(None, f"{type(error).__name__}: {error}", False, {"environment": environment()})
