@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import prong
+from prong.gradient_whitening import GradientWhitening
 from prong.injection import whitened_sites
 from tests.training import DOUBLE, batches, canonical, convnet, mlp, run
 
@@ -337,3 +339,143 @@ def test_an_output_that_gets_no_gradient_is_no_trouble():
     _Nothing.apply(model(x), model(x)).sum().backward()
     assert model[0].sites[0].outputs.examples == 5
     optimizer.step()
+
+
+@pytest.mark.parametrize("source", ["balance", "empirical", "gaussian", "categorical"])
+@pytest.mark.parametrize("shape", [(16, 6), (16, 5, 6)], ids=["rows", "tokens"])
+@pytest.mark.parametrize("form", ["implicit", "explicit"])
+def test_an_activation_in_place_does_not_change_what_is_gathered(source, shape, form):
+    options = {"balance": True} if source == "balance" else {"gradient_whitening": source}
+    x, totals, gradients = torch.randn(shape, dtype=DOUBLE), [], []
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace), nn.Linear(8, 4), nn.Flatten(1)).double()
+        prong.PRONG(model, 0.01, eps=0.3, form=form, **options)
+        model(x).square().mean().backward()
+        totals.append({name: site.outputs.total for name, (_, site) in whitened_sites(model).items()})
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*totals, **CLOSE)
+    torch.testing.assert_close(*gradients, **CLOSE)
+
+
+@pytest.mark.parametrize("options", SOURCES, ids=IDS)
+def test_forwards_in_eval_mode_do_not_count(options):
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.01, eps=0.3, period=64, samples=1000, **options)
+    data = batches(model, 2)
+    run(model, optimizer, data[:1])
+    gathered = [site.outputs.examples for _, site in optimizer.refresher.sites.values()]
+    F.cross_entropy(model.eval()(data[1][0]), data[1][1]).backward()
+    assert [site.outputs.examples for _, site in optimizer.refresher.sites.values()] == gathered
+    run(model.train(), optimizer, data[1:])
+
+
+@pytest.mark.parametrize("form", ["implicit", "explicit"])
+def test_training_in_eval_mode_is_not_balanced(form):
+    paths = []
+    for balance in (False, True):
+        model = mlp()
+        optimizer = prong.PRONG(model, 0.01, eps=0.3, form=form, balance=balance)
+        prong.refresh_(model, batches(model, 1)[0][0], eps=0.3)
+        with pytest.warns(UserWarning, match="training mode"):
+            run(model.eval(), optimizer, batches(model, 6))
+        paths.append(canonical(model))
+    torch.testing.assert_close(*paths, **CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore:no whitened layer saw two samples")
+@pytest.mark.parametrize("order", ["eval first", "eval last", "eval instead"])
+def test_gradients_of_forwards_in_eval_mode_are_balanced_with_the_others(order):
+    """In the explicit form, balance multiplies the sum of all gradients; in the implicit form, each as it arises."""
+    paths = []
+    for form in ("implicit", "explicit"):
+        model = mlp()
+        optimizer = prong.PRONG(model, 0.01, eps=0.3, period=4, samples=32, form=form, balance=True)
+        for i, (x, y) in enumerate(batches(model, 10)):
+            optimizer.zero_grad()
+            for training in {"eval first": (False, True), "eval last": (True, False)}.get(order, (i < 5,)):
+                F.cross_entropy(model.train(training)(x + training), y).backward()
+            optimizer.step()
+        paths.append(canonical(model))
+    torch.testing.assert_close(*paths, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("source", "logit"), [("categorical", float("inf")), ("categorical", float("nan")), ("bernoulli", float("nan"))]
+)
+def test_an_output_that_no_label_can_be_drawn_from_is_left_out(source, logit):
+    """As of an overflow in half precision, whose update a GradScaler is about to skip."""
+    model = nn.Sequential(nn.Linear(6, 4)).double()
+    optimizer = prong.PRONG(model, 0.01, eps=0.3, gradient_whitening=source)
+    x = batches(model, 1)[0][0]
+    with torch.no_grad():
+        model[0].bias[0] = logit
+    model(x)
+    outputs = optimizer.refresher.sites["0"][1].outputs
+    assert outputs.total is None and not outputs.pending
+    with torch.no_grad():
+        model[0].bias[0] = 0.0
+    model(x)
+    assert torch.isfinite(outputs.total).all()
+
+
+def test_classes_that_are_masked_are_no_obstacle_to_drawing_others():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 4).double()
+
+        def forward(self, x):
+            return self.linear(x).masked_fill(torch.tensor([True, False, False, False]), -torch.inf)
+
+    model = Masked()
+    optimizer = prong.PRONG(model, 0.01, eps=0.3, gradient_whitening="categorical")
+    model(batches(model, 1)[0][0])
+    outputs = optimizer.refresher.sites["linear"][1].outputs
+    assert outputs.examples == 16 and (outputs.total[0].diagonal() > 0).tolist() == [False, True, True, True]
+
+
+def test_a_state_is_loaded_to_where_each_layer_is():
+    model = prong.whiten_(mlp())
+    saved = GradientWhitening(whitened_sites(model), "categorical", 0.1)
+    for name, (_, site) in whitened_sites(model).items():
+        saved.open(name)
+        site.outputs.add(torch.randn(3, site.layout.outputs), 1, -1)
+        saved.Q[name] = torch.eye(site.layout.outputs)[None]
+    state = saved.state_dict()
+    model[2].to("meta")
+    loaded = GradientWhitening(whitened_sites(model), "categorical", 0.1)
+    loaded.load_state_dict(state)
+    places = {name: layer.pair(site)[0].device for name, (layer, site) in loaded.sites.items()}
+    assert {name: Q.device for name, Q in loaded.Q.items()} == places
+    assert {name: site.outputs.total.device for name, (_, site) in loaded.sites.items()} == places
+
+
+def drawn(gradients):
+    """Numbers from the generator that labels are drawn with."""
+    return torch.rand(3, generator=gradients._generator(torch.device("cpu")))
+
+
+def test_random_numbers_continue_wherever_their_state_was_loaded_to():
+    saved, loaded = (GradientWhitening(whitened_sites(prong.whiten_(mlp())), "gaussian", 0.1) for _ in range(2))
+    drawn(saved)
+    state = saved.state_dict()
+    on_cpu = state["random"]
+    loaded.load_state_dict(state | {"random": SimpleNamespace(cpu=lambda: on_cpu)})  # as map_location would have it
+    loaded.settle()
+    assert torch.equal(loaded.state_dict()["random"], on_cpu)
+    expected = drawn(saved)
+    assert torch.equal(drawn(loaded), expected)
+    loaded.undo()
+    loaded.load_state_dict(state)
+    drawn(loaded)
+    loaded.undo()
+    assert torch.equal(drawn(loaded), expected)
+
+
+def test_random_numbers_of_another_kind_of_device_begin_anew():
+    saved, loaded = (GradientWhitening(whitened_sites(prong.whiten_(mlp())), "gaussian", 0.1) for _ in range(2))
+    first = drawn(saved)
+    state = saved.state_dict()
+    loaded.load_state_dict(state | {"random": state["random"][:16]})  # the size of a GPU's
+    assert torch.equal(drawn(loaded), first)

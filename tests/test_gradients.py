@@ -168,6 +168,18 @@ def test_an_output_kept_for_a_backward_of_our_own_is_not_listened_to():
     assert kept is z and (groups, channels_at) == (2, -1)
 
 
+@pytest.mark.parametrize("own_backward", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+def test_the_gradient_is_that_of_the_output_also_if_it_is_changed_in_place_afterwards(own_backward, view):
+    outputs = OutputGradients(own_backward=own_backward)
+    z = randn(6, 4).requires_grad_() * 2
+    after = outputs.watch(z.view(2, 3, 4) if view else z, 1, -1).exp_()
+    after.square().sum().backward(retain_graph=True)
+    for kept, *where in outputs.pending or []:
+        outputs.add(*torch.autograd.grad(after.square().sum(), kept), *where)
+    assert_close(outputs.total, gathered(2 * after.detach().square()).total)
+
+
 # State
 
 
@@ -177,7 +189,7 @@ def test_a_saved_state_continues_as_if_never_interrupted(scalar):
     outputs = gathered(first, scalar=scalar)
     resumed = OutputGradients(scalar)
     state = outputs.state_dict()
-    resumed.load_state_dict(state)
+    resumed.load_state_dict(state, torch.device("cpu"))
     state["total"].fill_(99.0)  # what was loaded is a copy
     resumed.add(second, 1, -1)
     expected = gathered(first, second, scalar=scalar)
@@ -187,7 +199,7 @@ def test_a_saved_state_continues_as_if_never_interrupted(scalar):
 
 def test_an_empty_state_can_be_saved():
     outputs = gathered(randn(4, 3))
-    outputs.load_state_dict(OutputGradients().state_dict())
+    outputs.load_state_dict(OutputGradients().state_dict(), torch.device("cpu"))
     assert outputs.total is None and outputs.examples == 0
 
 
@@ -350,6 +362,14 @@ def test_a_draw_has_the_dtype_and_shape_of_the_output(distribution, dtype):
     g = sampled_output_gradient(output, distribution)
     assert g.dtype == dtype and g.shape == output.shape
     assert torch.isfinite(g).all()
+
+
+@pytest.mark.parametrize("distribution", ["categorical", "bernoulli"])
+def test_nothing_is_drawn_from_what_is_no_distribution(distribution):
+    output = randn(3, 4)
+    output[1, 2] = math.nan
+    g = sampled_output_gradient(output, distribution)
+    assert g[1, 2].isnan() and torch.isfinite(g[[0, 2]]).all()
 
 
 @pytest.mark.parametrize("distribution", ["categorical", "bernoulli", "gaussian"])

@@ -247,6 +247,21 @@ def test_it_works_under_autocast_after_inference_mode_and_with_checkpointing():
     assert_close(again, [p.grad for p in model.parameters()], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("make", [mlp, convnet])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_it_works_in_half_precision(make, dtype):
+    exact = prong.whiten_(make(), "explicit")
+    x = batches(exact, 1, size=64)[0][0]
+    prong.spectral.dropout_(prong.refresh_(exact, x, EPS), 0.3)
+    low = copy.deepcopy(exact).to(dtype)
+    outputs = []
+    for model in (low, exact.float()):  # which draw the same masks
+        torch.manual_seed(1)
+        outputs.append(model(x.to(next(model.parameters()).dtype)))
+    assert outputs[0].dtype == dtype
+    assert_close(outputs[0].float(), outputs[1], rtol=0, atol=0.05)
+
+
 def test_what_cannot_work_is_refused_before_anything_is_changed():
     explicit = prong.whiten_(mlp(), "explicit")
     for rate, least in ((-0.1, 0.1), (0.95, 0.1), (1.0, 0.1), (math.nan, 0.1), (0.2, 0.0), (0.2, 2.0)):

@@ -31,7 +31,8 @@ class GradientWhitening:
         source: "balance" (a running number per layer, from the training gradients), "empirical" (a matrix per
             layer, from the training gradients, hence of the labels in the data), or the distribution that the
             model's output parametrises, "categorical", "bernoulli" or "gaussian" (a matrix per layer, from labels
-            drawn from the model: the Fisher's own).
+            drawn from the model: the Fisher's own). Forwards in eval mode do not count: what is trained in no other
+            takes the steps it would take without all this.
         eps: damping of the matrices, relative to their mean diagonal. It does not stop them from growing without
             bound as a network fits its data perfectly and its gradients vanish; the paper, too, found this version less
             stable. Balance, which follows every update, is not so easily upset.
@@ -145,7 +146,7 @@ class GradientWhitening:
     def state_dict(self) -> dict[str, Any]:
         """Matrices, what was gathered so far, and where the random numbers are."""
         gathered = {name: outputs.state_dict() for name, outputs in self._gathered().items()}
-        random = None if self._random is None else self._random.get_state()
+        random = self._random_before if self._random is None else self._random.get_state()
         return {
             "source": self.source,
             "eps": self.eps,
@@ -158,20 +159,17 @@ class GradientWhitening:
     def load_state_dict(self, state: dict[str, Any], weight: float = 1.0) -> None:
         """Continue from what `state_dict` gave; what a worker had of its own is to count `weight` times."""
         self.eps = float(state.get("eps", self.eps))
-        layer, site = next(iter(self.sites.values()))
-        device = layer.pair(site)[0].device
-        self.Q = {name: Q.to(device) for name, Q in state["Q"].items()}
+        devices = {name: layer.pair(site)[0].device for name, (layer, site) in self.sites.items()}
+        self.Q = {name: Q.to(devices[name]) for name, Q in state["Q"].items()}
         self._seed, self._random = int(state["seed"]), None
-        if state["random"] is not None:
-            self._generator(device).set_state(state["random"])
-        self._random_before = state["random"]
+        self._random_before = None if state["random"] is None else state["random"].cpu()
         for _, site in self.sites.values():
             site.outputs = None
         for name, gathered in state["gathered"].items():
             self.open(name)
             outputs = self.sites[name][1].outputs
             assert outputs is not None
-            outputs.load_state_dict(gathered)
+            outputs.load_state_dict(gathered, devices[name])
             if self.source != BALANCE:
                 outputs.decay(weight)
                 outputs.settle()
@@ -183,17 +181,15 @@ class GradientWhitening:
                 if self.source == BALANCE:
                     site.outputs.decay(BALANCE_DECAY)
                 site.outputs.settle()
-        self._random_before = None if self._random is None else self._random.get_state()
+        if self._random is not None:
+            self._random_before = self._random.get_state()
 
     def undo(self) -> None:
         """Take back what was gathered since the last update."""
         for _, site in self.sites.values():
             if site.outputs is not None:
                 site.outputs.undo()
-        if self._random is not None and self._random_before is not None:
-            self._random.set_state(self._random_before)
-        elif self._random_before is None:
-            self._random = None
+        self._random = None
 
     def _per_example(self, examples: int) -> float:
         scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
@@ -202,9 +198,12 @@ class GradientWhitening:
         return examples / scale
 
     def _generator(self, device: torch.device) -> torch.Generator:
-        """A source of random numbers of our own: the user's are left alone."""
+        """A source of random numbers of our own, as the last update left it: the user's are left alone."""
         if self._random is None or self._random.device != device:
             self._random = torch.Generator(device).manual_seed(self._seed + self.workers.rank)
+            before = self._random_before
+            if before is not None and before.shape == self._random.get_state().shape:  # not of another kind of device
+                self._random.set_state(before)
         return self._random
 
     def draw(self, output: Any) -> None:

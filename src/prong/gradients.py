@@ -29,7 +29,7 @@ class Gain:
 
     Attributes:
         value: (groups, 1, 1), or None while it is not known.
-        used: whether a backward pass has asked for it and got one.
+        used: whether a backward pass has asked for it; one that is not known by then is not told to any.
         late: whether more has become known since the value was told.
     """
 
@@ -39,7 +39,7 @@ class Gain:
 
     def take(self) -> Tensor | None:
         """The value, to be used."""
-        self.used = self.used or self.value is not None
+        self.used = True
         return self.value
 
     def reset(self) -> None:
@@ -73,12 +73,14 @@ class OutputGradients:
         self.gain: Gain | None = None
         self.pending: list[tuple[Tensor, int, int, int]] | None = [] if own_backward else None
 
-    def watch(self, z: Tensor, groups: int, channels_at: int, examples_at: int = 0) -> None:
-        """See to it that the gradient of z arrives here."""
+    def watch(self, z: Tensor, groups: int, channels_at: int, examples_at: int = 0) -> Tensor:
+        """See to it that the gradient of z arrives here; what others are to go on with in its place."""
         if self.pending is not None:
             self.pending.append((z, groups, channels_at, examples_at))
         else:
             z.register_hook(lambda delta: self._arrived(delta, groups, channels_at, examples_at))  # type: ignore[no-untyped-call]
+        # Activations may work in place: what is pending would then be their output, and a view would lose its hooks.
+        return z.clone() if self.pending is not None or z._is_view() else z
 
     def _arrived(self, delta: Tensor | None, *where: int) -> None:
         if delta is None:  # some functions send nothing back
@@ -86,7 +88,7 @@ class OutputGradients:
         self.add(delta, *where)
         if self.gain is None:
             return
-        if self.gain.value is None:
+        if self.gain.value is None and not self.gain.used:
             self.gain.value = self.preconditioner()
         else:
             self.gain.late = True
@@ -163,9 +165,9 @@ class OutputGradients:
         """What was gathered so far."""
         return {"total": self.total, "examples": float(self.examples)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Continue from what `state_dict` gave."""
-        self.total = None if state["total"] is None else state["total"].clone()
+        self.total = None if state["total"] is None else state["total"].to(device, copy=True)
         self.examples = float(state["examples"])
         self.settle()
 
@@ -210,15 +212,18 @@ def sampled_output_gradient(
     categorical   softmax(output) - onehot(y), classes where `F.cross_entropy` has them
     bernoulli     sigmoid(output) - y, elementwise
     gaussian      output - y = -noise of unit variance, elementwise
+
+    Where the output is no distribution's parameter, as after an overflow, the gradient is NaN.
     """
     if distribution == "gaussian":
         return torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
     if distribution == "bernoulli":
         p = output.sigmoid()
-        return p - torch.bernoulli(p, generator=generator)
+        return p - torch.bernoulli(p.nan_to_num(0.5), generator=generator)
     classes_at = 0 if output.dim() == 1 else 1
     p = output.softmax(classes_at)
     rows = p.movedim(classes_at, -1)
-    y = torch.multinomial(rows.reshape(-1, rows.shape[-1]).float(), 1, generator=generator).view(rows.shape[:-1])
+    chances = rows.reshape(-1, rows.shape[-1]).float().nan_to_num(1.0)
+    y = torch.multinomial(chances, 1, generator=generator).view(rows.shape[:-1])
     onehot = torch.zeros_like(rows).scatter_(-1, y.unsqueeze(-1), 1)
     return p - onehot.movedim(-1, classes_at)

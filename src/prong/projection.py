@@ -24,13 +24,14 @@ Pair = tuple[Tensor, Tensor | None]
 
 
 def times(X: Tensor, M: Tensor) -> Tensor:
-    """X M over the last dimension of X (groups, out, taps, in)."""
+    """X M over the last dimension of X (groups, out, taps, in), in the precision of M."""
     with full_precision(X):
-        return torch.bmm(X.flatten(1, 2), M).view(*X.shape[:-1], M.shape[-1])
+        return torch.bmm(X.flatten(1, 2).to(M.dtype), M).view(*X.shape[:-1], M.shape[-1])
 
 
 def against(X: Tensor, c: Tensor, groups: int | None = None) -> Tensor:
     """sum_taps X c, shape (groups, out): what a constant input c contributes. Blocks are summed into so many groups."""
+    X = X.to(c.dtype)
     with full_precision(X):
         summed = X.squeeze(2) if X.shape[2] == 1 else X.sum(2)  # a sum of one would be a copy
         x = (summed @ c.unsqueeze(-1)).squeeze(-1)

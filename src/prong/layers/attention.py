@@ -62,10 +62,7 @@ class AttentionKind(WhitenedLayer):
         out_pair = (self.out_proj.weight, self.out_proj.bias) if out is None else out.effective(out.sites[0])
         W_out, b_out = out_pair
         detour = any(site.outputs is not None for site in self.sites) or self.few_tokens((query, key, value))
-        listening = out_site is not None and (
-            out_site.inputs is not None or out_site.spread is not None or out_site.outputs is not None
-        )
-
+        listening = out_site is not None and (out_site.listening or out_site.outputs is not None)
         examples_at = 1 if query.dim() == 3 and not self.batch_first else 0
         replaced: dict[str, Any] = {}
         inputs = (query, key, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
@@ -16,7 +16,7 @@ from prong.gradients import Gain, OutputGradients
 from prong.layers.dropping import Dropping, with_dropped_directions
 from prong.layers.layout import Layout
 from prong.layers.natural import Operation, Switch, in_transform, natural, naturalize
-from prong.precision import full_precision, is_half
+from prong.precision import accumulation_dtype, full_precision, is_half
 from prong.projection import Pair, to_canonical, to_whitened
 from prong.statistics import MeanSquare, Moments, Window
 from prong.whitening import Basis, Storage, Whitening, storage_for
@@ -40,6 +40,12 @@ class Owner(Protocol):
 
     def undo(self) -> None:
         """Take back what layers have gathered since the last update: the forward under way has failed."""
+
+    def finish(self) -> None:
+        """Make the refresh that is under way in another thread, if there is one, now."""
+
+    def renewed(self, sites: Iterable[Site]) -> None:
+        """Forget what was measured of these sites in other coordinates than they have now."""
 
 
 class Inputs(NamedTuple):
@@ -90,6 +96,11 @@ class Site:
     label: str = ""
     training_only: bool = True
     errors: list[FloatingPointError] | None = None
+
+    @property
+    def listening(self) -> bool:
+        """Whether anything is gathered of the inputs."""
+        return self.inputs is not None or self.spread is not None or (self.drift is not None and self.drift.listening)
 
     def new_window(self, like: Tensor) -> Window:
         """Empty statistics of this site's inputs."""
@@ -185,7 +196,7 @@ class WhitenedLayer(nn.Module):
 
     def observe(self, site: Site, h: Tensor, counted: bool = False) -> None:
         """Add inputs to whatever statistics are being gathered; not to the window where they are `counted` already."""
-        if site.inputs is not None or site.spread is not None or (site.drift is not None and site.drift.listening):
+        if site.listening:
             self._record(site, h, counted)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # statistics are Python objects
@@ -221,16 +232,17 @@ class WhitenedLayer(nn.Module):
             self.owner.undo()
 
     def watch(self, site: Site, z: Tensor, examples_at: int = 0) -> Tensor:
-        """The output z; its gradient goes to `site.outputs` when somebody asked for it."""
-        if site.outputs is not None and z.requires_grad and not self.switch.ordinary:
-            self._watch(site.outputs, z, site.layout.groups, self.channels_at, examples_at)
+        """The output z; its gradient goes to `site.outputs` when somebody asked for it and, like inputs, it counts."""
+        counts = self.training or not site.training_only
+        if counts and site.outputs is not None and z.requires_grad and not self.switch.ordinary:
+            z = self._watch(site.outputs, z, site.layout.groups, self.channels_at, examples_at)
         return z
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _watch(self, outputs: OutputGradients, z: Tensor, *where: int) -> None:
+    def _watch(self, outputs: OutputGradients, z: Tensor, *where: int) -> Tensor:
         if in_transform() or (in_backward() and outputs.pending is not None):
-            return  # under vmap there are no values, and labels were drawn in the first forward
-        outputs.watch(z, *where)
+            return z  # under vmap there are no values, and labels were drawn in the first forward
+        return outputs.watch(z, *where)
 
     def stored(self, site: Site, whitening: Whitening) -> Whitening:
         """A whitening in the precision of the site's weight; a P that is stored in another stays so."""
@@ -318,7 +330,13 @@ class Explicit(WhitenedLayer):
             W = site.part(V)
             assert W is not None
             return W, site.part(d)
-        return site.unpacked(*to_canonical(*site.packed(V, d), site.whitening))
+        W, b = site.unpacked(*to_canonical(*site.packed(V, d), site.whitening))
+        return W.to(V.dtype), None if b is None else b.to(V.dtype)
+
+    def stored(self, site: Site, whitening: Whitening) -> Whitening:
+        """A whitening in float32 at least, whatever the weight's precision: rounding U would change the function."""
+        weight, _ = self.pair(site)
+        return whitening.map(lambda x: x.to(weight.device, accumulation_dtype(weight.dtype)))
 
     def drops(self, site: Site) -> bool:
         """Whether this forward drops directions."""
@@ -327,7 +345,8 @@ class Explicit(WhitenedLayer):
     def whitened(self, site: Site, h: Tensor, positions: int = 0) -> Tensor:
         """The inputs U (h - c) with some of their directions dropped, for V and d to compute with."""
         assert site.dropping is not None and site.whitening is not None
-        return with_dropped_directions(h, site.whitening, site.dropping, self.channels_at, positions)
+        x = with_dropped_directions(h, site.whitening, site.dropping, self.channels_at, positions)
+        return x.to(self.pair(site)[0].dtype)
 
     def canonical(self) -> dict[str, Tensor | None]:
         """The plain layer's parameters by name."""

@@ -38,9 +38,10 @@ class ExplicitLinear(Explicit, nn.Linear):
             return self.watch(site, F.linear(self.whitened(site, h), V, d))
         if site.whitening is not None and h.numel() // max(h.shape[-1], 1) < V.shape[0]:
             # Fewer rows than outputs: whitening the activations costs less than forming W = V U.
-            assert site.whitening.U is not None
-            x = F.linear(h if site.whitening.c is None else h - site.whitening.c[0], site.whitening.U[0])
-            return self.watch(site, F.linear(x, V, d))
+            U, c = site.whitening.U, site.whitening.c
+            assert U is not None
+            x = F.linear(h.to(U.dtype) if c is None else h - c[0], U[0])
+            return self.watch(site, F.linear(x.to(V.dtype), V, d))
         W, b = self.effective(site)
         return self.watch(site, F.linear(h, W, b))
 

@@ -77,7 +77,9 @@ class Linear:
     layout: Layout
 
     def __call__(self, h: Tensor, W: Tensor, b: Tensor | None) -> Tensor:  # noqa: D102
-        return F.linear(h, W, b)
+        z = F.linear(h, W, b)
+        # Of tokens it is a view, and a view that a Function gives away cannot be changed in place, as activations may.
+        return z if h.dim() == 2 else torch.ops.aten._unsafe_view(z, z.shape)
 
     def whitened(self, h: Tensor, P: Tensor, c: Centre, tail: float, gain: Tensor | None) -> Tensor:  # noqa: D102
         return self.layout.unrow(_whitened_rows(self.layout, self.layout.rows(h, -1), P, c, tail, gain))
