@@ -105,6 +105,22 @@ def nan_under_plus(place: Place) -> str:
     return said
 
 
+def trained_again(place: Place) -> list[bool]:
+    """With an automatic period, a layer that was frozen is refreshed once all workers together have filled a window."""
+    model = mlp()
+    model[2].requires_grad_(False)
+    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=4 * SIZE)
+    data = batches(model, 16, SIZE)
+    updates(model, optimizer, data[:10], place)
+    model[2].requires_grad_(True)
+    white = []
+    for pair in data[10:]:
+        updates(model, optimizer, [pair], place)
+        white.append(model[2].sites[0].whitening is not None)
+    assert white == [False] * 4 + [True] * 2, white
+    return white
+
+
 def broken_loader(place: Place) -> str:
     """What one rank raises while statistics are gathered, all raise: nobody waits for it."""
     model, _, optimizer = ddp()
@@ -310,6 +326,7 @@ BEHAVIOUR: dict[str, Callable[[Place], Any]] = {
         nan_on_one_rank,
         nan_in_a_loader,
         nan_under_plus,
+        trained_again,
         broken_loader,
         too_large_together,
         nobody_saw_anything,

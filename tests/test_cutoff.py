@@ -39,6 +39,14 @@ def matrix(P: Tensor, tail: float) -> Tensor:
     return times_inverse(torch.eye(P.shape[1], dtype=P.dtype).expand(P.shape[0], -1, -1), P, tail)
 
 
+def test_leading_directions_are_found_whatever_the_default_device_is():
+    Sigma = moments(decaying(32, 200)).covariance()
+    expected = leading_directions(Sigma, 0.1, 16)
+    with torch.device("meta"):
+        found = leading_directions(Sigma, 0.1, 16)
+    torch.testing.assert_close(found, expected)
+
+
 def truncated_inverse(Sigma: Tensor, eps: float, cutoff: float) -> Tensor:
     """(Sigma_k + eps I)^-1 by a complete eigendecomposition."""
     lam, E = torch.linalg.eigh(Sigma)

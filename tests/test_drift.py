@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from contextlib import ExitStack
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from prong.injection import whitened_sites
 from prong.refresh import whitenings_of
 from prong.statistics import Moments
 from prong.whitening import Whitening, whiten
-from tests.training import batches, canonical, mlp, run, tensors
+from tests.training import attentive, batches, canonical, mlp, run, tensors
 
 DOUBLE = torch.float64
 EXACT = {"rtol": 0.0, "atol": 0.0}
@@ -133,6 +135,89 @@ def test_only_the_layer_that_drifted_is_refreshed():
     assert 1 <= len(times[1][3:]) <= 3 and all(t > 100 for t in times[1][3:])
 
 
+@pytest.mark.parametrize("source", ["window", "ema"])
+def test_inputs_that_go_on_growing_are_followed_whatever_the_source(source):
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=128, source=source)
+    growing = [(x * 1.03 ** max(0, i - 40), y) for i, (x, y) in enumerate(batches(model, 240))]
+    times = refreshed_at(model, optimizer, growing)["0"]
+    assert times[:4] == [1, 2, 4, 8], "until a window was full"
+    longest = (FIRST + ENOUGH) * EVERY + 128 // 16  # to tell, and to fill a window
+    assert all(later - earlier <= longest for earlier, later in pairwise([*times[3:], 240]))
+
+
+def test_the_output_projection_of_attention_is_refreshed_when_its_inputs_drift():
+    model = attentive()
+    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=160)
+    data = batches(model, 1) * (12 * EVERY)
+    run(model, optimizer, data)
+    with torch.no_grad():
+        model.attention.in_proj_weight[-6:] *= 3
+    times = refreshed_at(model, optimizer, data)
+    assert len(times["attention.out_proj"]) == 1
+    assert times["attention.v"] == [], "what it sees has not moved"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("updates", [EVERY, (FIRST + 1) * EVERY])
+def test_a_batch_that_is_dropped_does_not_blind_a_layer_to_later_drift(value, updates):
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=16)
+    x, y = batches(model, 1)[0]
+    run(model, optimizer, [(x, y)] * (updates - 1))
+    assert model[0].sites[0].drift.listening and model[0].sites[0].inputs is None
+    model(x * value)  # and no step, as when a GradScaler skips it
+    times = refreshed_at(model, optimizer, [(x, y)] * (12 * EVERY))
+    assert times["0"] == []
+    times = refreshed_at(model, optimizer, [(3 * x, y)] * (12 * EVERY))
+    assert len(times["0"]) == 1
+
+
+def test_a_layer_that_saw_nothing_finite_since_its_refresh_asks_for_another():
+    rows, drift = sample(400), Drift()
+    m = Moments(2, 8, DOUBLE)
+    m.add(rows)
+    for factor in [math.nan] * FIRST + [1.0] * ENOUGH:
+        drift.add(rows * factor, whiten(m, 0.1))
+    assert drift.value() > TOLERANCE
+
+
+@pytest.mark.parametrize("source", ["window", "ema", "loader"])
+def test_a_frozen_layer_waits_for_nobody_and_is_refreshed_once_it_is_trained(source):
+    model = mlp()
+    data = batches(model, 1) * 20
+    model[2].requires_grad_(False)
+    chosen = [x for x, _ in data] if source == "loader" else source
+    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=64, source=chosen)
+    assert refreshed_at(model, optimizer, data)["2"] == [] and model[2].sites[0].whitening is None
+    assert optimizer.refresher.next_refresh() is None
+    model[2].requires_grad_(True)
+    times = refreshed_at(model, optimizer, data)
+    assert times["2"] == [{"window": 25, "ema": 25, "loader": 21}[source]], "with a window of its own, of four updates"
+    assert times["0"] == times["4"] == []
+
+
+@pytest.mark.parametrize("source", ["window", "ema", "loader"])
+def test_a_layer_that_is_never_called_keeps_nobody_waiting(source):
+    model = mlp()
+    model[4].unused = nn.Linear(6, 4).double()
+    data = batches(model, 1) * 20
+    chosen = [x for x, _ in data] if source == "loader" else source
+    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=64, source=chosen)
+    times = refreshed_at(model, optimizer, data)
+    assert times["0"] == ([] if source == "loader" else [1, 2, 4]) and times["4.unused"] == []
+    assert optimizer.refresher.next_refresh() is None
+
+
+def test_a_refresh_by_hand_is_what_later_inputs_are_compared_with():
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=64)
+    x, y = batches(model, 1)[0]
+    run(model, optimizer, [(x, y)] * (12 * EVERY))
+    prong.refresh_(model, 3 * x, eps=0.1)
+    assert refreshed_at(model, optimizer, [(3 * x, y)] * (12 * EVERY))["0"] == []
+
+
 AUTOMATIC = ({"period": "auto"}, {"period": 8, "lag": 3}, {"period": "auto", "lag": 2})
 
 
@@ -211,6 +296,20 @@ def test_a_refresh_with_a_lag_is_the_same_refresh_later(form, monkeypatch):
     torch.testing.assert_close(
         getattr(model[0].sites[0].whitening, kept), getattr(now[0].sites[0].whitening, kept), **EXACT
     )
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["all", "part"])
+def test_a_refresh_by_hand_is_not_overwritten_by_an_older_one_under_way(part):
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.0, eps=0.1, period=16, samples=64, lag=5)
+    times = refreshed_at(model, optimizer, batches(model, 1) * 18)
+    assert times["4"][-1] == 13, "that of update 16 is under way"
+    before, x = model[4].sites[0].whitening, 3 * batches(model, 1)[0][0]
+    prong.refresh_(model[:3] if part else model, x, eps=0.1)
+    by_hand = model[0].sites[0].whitening
+    run(model, optimizer, batches(model, 1) * 8)
+    assert model[0].sites[0].whitening is by_hand
+    assert model[4].sites[0].whitening is not before, "also where only the older one tells of it"
 
 
 @pytest.mark.parametrize("form", ["implicit", "explicit"])

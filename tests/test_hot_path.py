@@ -72,6 +72,8 @@ def test_diagonal_corrections_wait_once_for_all_layers():
     optimizer = prong.PRONG(model, lr=1e-3, eps=0.1, period=1000, samples=2 * ROWS, plus=True)
     warmed(model, optimizer, h)
     assert traced(model, optimizer, h)[0]["aten::item"] == 1, "whether what they divide by is finite"
+    model(h).square().mean().backward()
+    assert traced(model, optimizer, h)[0]["aten::item"] == 1, "also when gradients of several passes are added up"
 
 
 @pytest.mark.parametrize("rows", [32, 512], ids=["activation space", "gradient space"])

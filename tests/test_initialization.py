@@ -163,6 +163,23 @@ def test_frozen_layers_keep_their_weights():
     torch.testing.assert_close(model[0].weight, before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("form", ["plain", "implicit", "explicit"])
+@pytest.mark.parametrize("whitened_before", [False, True])
+def test_a_frozen_bias_stays_while_its_weight_is_drawn(form, whitened_before):
+    model, x = mlp(), batches(mlp(), 1, size=64)[0][0]
+    if form != "plain":
+        prong.whiten_(model, form)
+    if form != "plain" and whitened_before:
+        prong.refresh_(model, x)  # with a mean that the bias absorbs
+    for name, parameter in model[0].named_parameters():
+        parameter.requires_grad_(name in ("weight", "V"))
+    before = canonical(model)
+    prong.initialize_(model, x, eps=1e-6, scheme=ones_)
+    torch.testing.assert_close(model[0].bias, before["0.bias"], **CLOSE)
+    z = (model[0](x) - before["0.bias"])[:, :6]  # white about zero: nothing may absorb the mean
+    torch.testing.assert_close(z.T @ z / len(z), torch.eye(6, dtype=DOUBLE), rtol=0, atol=2e-3)
+
+
 def test_attentions_output_projection_is_drawn_too():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()

@@ -643,6 +643,19 @@ def test_folding_while_a_window_is_open_is_fine(form):
     prong.PRONG(model, lr=0.1, form=form)  # and one can start afresh
 
 
+@forms
+def test_a_diverged_model_is_folded_and_can_be_trained_anew(form):
+    model = MODELS["mlp"].build()
+    optimizer = prong.PRONG(model, lr=0.1, form=form)
+    model(MODELS["mlp"].sample(8)).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        next(model.parameters())[0, 0] = float("nan")
+    prong.fold_(model)
+    assert all(type(m).__module__.startswith("torch.") for m in model.modules())
+    prong.PRONG(model, lr=0.1, form=form)
+
+
 def test_plain_copy_is_plain():
     """The yardstick itself."""
     model = prong.whiten_(MODELS["cnn"].build(), "explicit")

@@ -148,6 +148,33 @@ def test_it_trains(make):
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_an_overflow_that_a_grad_scaler_skips_leaves_no_trace(fused, accumulated):
+    paths = []
+    for overflows in (False, True):
+        model = mlp()
+        optimizer, scaler = plus(model, fused=fused), torch.amp.GradScaler("cpu", init_scale=4.0)
+        for number, (x, y) in enumerate(batches(model, 8)):
+            for factor in [float("inf")] * (overflows and number == 5) + [1.0]:
+                optimizer.zero_grad()
+                for part, labels in zip(x.chunk(accumulated), y.chunk(accumulated), strict=True):
+                    scaler.scale(F.cross_entropy(model(part * factor), labels) / accumulated).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        paths.append(canonical(model))
+    torch.testing.assert_close(*paths, **CLOSE)
+
+
+def test_a_step_on_nothing_but_nan_is_named():
+    model = mlp()
+    optimizer = plus(model)
+    data = batches(model, 4)
+    run(model, optimizer, data[:3])
+    with pytest.raises(FloatingPointError, match="layer '0'"):
+        run(model, optimizer, [(data[3][0] * float("nan"), data[3][1])])
+
+
 def test_it_needs_the_explicit_form_and_the_principal_basis():
     with pytest.raises(ValueError, match="explicit"):
         plus(mlp(), form="implicit")

@@ -77,6 +77,14 @@ def test_resuming_equals_never_having_stopped(model_of, size, options, stop):
 
 
 FORMS = ("implicit", "explicit")
+
+
+@pytest.mark.parametrize("options", [{"form": form} for form in FORMS] + [{"plus": True}], ids=str)
+def test_training_in_half_precision_resumes(options):
+    half = partial(mlp, dtype=torch.bfloat16)
+    resume(half, partial(with_prong, options), batches(half(), 20), stop=5)
+
+
 ATTENTIONS = {"packed": attentive, "separate": partial(attentive, 4)}
 LONG = {"period": 8, "samples": 400}  # five updates of 16 x 5 tokens
 

@@ -266,6 +266,25 @@ def test_after_fold_training_goes_on_as_sgd_with_its_velocity_in_either_form(opt
     torch.testing.assert_close(*paths, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("form", ["implicit", "explicit"])
+def test_after_fold_the_state_is_that_of_sgd_and_there_is_nothing_to_refresh(form, detached):
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.01, 0.9, eps=0.3, period=4, samples=32, form=form)
+    run(model, optimizer, batches(model, 3))
+    if detached:
+        optimizer.refresher.detach()
+    prong.fold_(model)
+    plain = torch.optim.SGD(model.named_parameters(), 0.5)
+    plain.load_state_dict(optimizer.state_dict())
+    assert plain.param_groups[0]["lr"] == 0.01
+    velocity = optimizer.state[model[0].weight]["momentum_buffer"]
+    torch.testing.assert_close(plain.state[model[0].weight]["momentum_buffer"], velocity, **EXACT)
+    for ask in (optimizer.refresher.refresh, optimizer.refresher.state_dict):
+        with pytest.raises(ValueError, match="folded"):
+            ask()
+
+
 def test_a_refresher_of_adam_resumes_bit_for_bit():
     data = batches(mlp(), 14)
 
@@ -338,6 +357,26 @@ def test_frozen_layers_gather_nothing_and_stay_bit_for_bit():
     run(model, prong.PRONG(model, 0.01, eps=0.1, period=2, samples=16, form="explicit"), batches(model, 9))
     assert model[2].sites[0].inputs is None and model[2].sites[0].whitening is None
     torch.testing.assert_close(model[2].weight.detach(), before, **EXACT)
+
+
+@pytest.mark.parametrize("form", ["implicit", "explicit"])
+def test_a_loader_does_not_refresh_frozen_layers(form):
+    model = mlp()
+    model[2].requires_grad_(False)
+    data = batches(model, 9)
+    optimizer = prong.PRONG(model, 0.01, eps=0.1, period=2, samples=16, form=form, source=[x for x, _ in data])
+    optimizer.refresher.refresh()
+    run(model, optimizer, data)
+    assert [model[i].sites[0].whitening is None for i in (0, 2, 4)] == [False, True, False]
+
+
+def test_a_layer_that_is_frozen_inside_a_window_gathers_no_more():
+    model = mlp()
+    optimizer = prong.PRONG(model, 0.01, eps=0.1, period=8, samples=64)
+    run(model, optimizer, batches(model, 5))
+    kept = model[2].requires_grad_(False).sites[0].whitening
+    run(model, optimizer, batches(model, 3))
+    assert model[2].sites[0].inputs is None and model[2].sites[0].whitening is kept
 
 
 @pytest.mark.parametrize("form", ["implicit", "explicit"])

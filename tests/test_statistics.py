@@ -439,6 +439,20 @@ def test_the_mean_square_of_all_batches_is_taken_once(sizes, seed):
     assert squares.take() is None
 
 
+@given(st.lists(st.sampled_from([1.0, float("nan"), float("inf")]), min_size=1, max_size=5), seeds)
+def test_batches_that_are_not_finite_count_only_where_there_is_no_other(factors, seed):
+    torch.manual_seed(seed)
+    parts = [randn(2, 4, 3) * factor for factor in factors]
+    finite = [part for part, factor in zip(parts, factors, strict=True) if factor == 1.0]
+    squares = MeanSquare()
+    for part in parts:
+        squares.add(part.square().sum(1), part.shape[1])
+    if finite:
+        assert_close(squares.take(), torch.cat(finite, dim=1).square().mean(1))
+    else:
+        assert not squares.take().isfinite().any()
+
+
 def test_the_scatter_of_many_inputs_is_held_as_a_triangle_and_is_whole_when_read(monkeypatch):
     monkeypatch.setattr(statistics._Triangle, "NARROW", 1)
     batches = [randn(2, 9, 8) + 1, randn(2, 5, 8), randn(2, 20, 8) * 3]

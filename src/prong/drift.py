@@ -91,10 +91,14 @@ class Drift:
 
 
 def _change(first: MeanSquare, lately: MeanSquare) -> float:
-    """The mean relative change, beyond what chance makes of so few rows; 0 where there is nothing to compare."""
+    """The mean relative change, beyond what chance makes of so few rows; 0 where there is nothing to compare.
+
+    What is not finite is not known, and no reason to go on as before.
+    """
     before, after = first.mean(), lately.mean()
     if before is None or after is None:
         return 0.0
     change = (after - before).abs() / (before + 1e-3 * before.mean())  # dead inputs have nothing to compare
+    change = change.where(after != before, 0).nan_to_num(math.inf)
     chance = math.sqrt(4 / math.pi * (1 / first.count + 1 / lately.count))  # of normal rows
-    return max(0.0, float(change.nan_to_num().mean()) - chance)
+    return max(0.0, float(change.mean()) - chance)

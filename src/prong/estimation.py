@@ -166,8 +166,9 @@ def estimate(
     samples: int | None = None,
     forward: Forward | None = None,
     workers: Workers = ALONE,
+    names: Iterable[str] | None = None,
 ) -> dict[str, Moments]:
-    """The input moments of every whitened site, from this worker's batches and without side effects."""
-    with workers.together(), undisturbed(model), gathering(model, None, workers) as moments:
+    """The input moments of every (named) whitened site, from this worker's batches and without side effects."""
+    with workers.together(), undisturbed(model), gathering(model, names, workers) as moments:
         run_batches(model, batches, samples, forward, workers)
     return moments

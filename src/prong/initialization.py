@@ -54,7 +54,7 @@ def initialize_(
     Where `torch.distributed` is initialised, all ranks call this, each with batches of its own; rank 0 draws for all.
 
     Args:
-        model: any module; layers that are frozen or could not be whitened keep their weights.
+        model: any module; layers that are frozen or could not be whitened keep their weights, and frozen biases stay.
         batches: an iterable of batches, gone through once per layer, or one tensor.
         eps: damping.
         scheme: an in-place initialiser of a weight such as `torch.nn.init.kaiming_normal_`.
@@ -172,7 +172,7 @@ def _next_inputs(
 
 @torch.no_grad()
 def _draw(layer: WhitenedLayer, site: Site, whitening: Whitening, scheme: Scheme) -> None:
-    """W = V U and b = -W c for a drawn V, written to whichever parameters the layer trains."""
+    """W = V U and b = -W c for a drawn V, written to whichever parameters the layer trains; a frozen b stays."""
     weight, bias = layer.pair(site)
     layout = site.layout
     kernel = layout.shape[2:]
@@ -182,7 +182,8 @@ def _draw(layer: WhitenedLayer, site: Site, whitening: Whitening, scheme: Scheme
     if not torch.isfinite(V).all():
         raise ValueError("scheme must fill the weight it is given in place, as torch.nn.init.kaiming_normal_ does")
     packed = Layout(tuple(V.shape), layout.groups, block=layout.block).pack(V)
-    d = None if bias is None else torch.zeros(layout.groups, layout.outputs, dtype=V.dtype, device=V.device)
+    drawn = bias is not None and bias.requires_grad
+    d = torch.zeros(layout.groups, layout.outputs, dtype=V.dtype, device=V.device) if drawn else None
     W, b = site.unpacked(*to_canonical(packed, d, whitening))
     if isinstance(layer, Explicit):
         values = {name: x.detach().clone() for name, x in layer.canonical().items() if x is not None}

@@ -174,8 +174,9 @@ class PRONG(torch.optim.SGD, Joinable):
         super().add_param_group({**param_group, "params": self._with_names(param_group["params"])})
 
     def state_dict(self) -> dict[str, Any]:
-        """SGD's state, with the names of parameters, and the whitening under "prong"."""
-        return {**super().state_dict(), "prong": self.refresher.state_dict()}
+        """SGD's state, with the names of parameters, and the whitening under "prong", until the model is folded."""
+        state = super().state_dict()
+        return state if self.refresher.folded else {**state, "prong": self.refresher.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue as if never stopped: bit for bit, inside a statistics window too.

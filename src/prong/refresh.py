@@ -71,10 +71,12 @@ def refresh_(
     on_refresh: OnRefresh = "transport" if owner is None else owner.on_refresh
     if optimizer is None and owner is not None:
         optimizer = owner.optimizer
-    rewhiten_(sites, moments, eps, optimizer, on_refresh, workers)
-    for _, site in sites.values():
-        if site.spread is not None:
-            site.spread.take()  # measured in the old coordinates
+    new = whitenings_of(sites, moments, eps, workers)
+    if owner is not None:
+        owner.finish()  # what comes from older statistics is not to come later
+    adopt_(sites, new, optimizer, on_refresh, workers)
+    if owner is not None:
+        owner.renewed(sites[name][1] for name in new)
     return model
 
 
@@ -96,12 +98,20 @@ def rewhiten_(
     sites: Mapping[str, tuple[WhitenedLayer, Site]],
     moments: Mapping[str, Moments],
     eps: float,
+    workers: Workers = ALONE,
+) -> None:
+    """Give sites the whitening of these moments and the other workers'; without samples they keep what they have."""
+    adopt_(sites, whitenings_of(sites, moments, eps, workers), workers=workers)
+
+
+def adopt_(
+    sites: Mapping[str, tuple[WhitenedLayer, Site]],
+    new: Mapping[str, Whitening],
     optimizer: Optimizer | None = None,
     on_refresh: OnRefresh = "transport",
     workers: Workers = ALONE,
 ) -> None:
-    """Give sites the whitening of these moments and the other workers'; without samples they keep what they have."""
-    new = whitenings_of(sites, moments, eps, workers)
+    """Give sites these whitenings, by name."""
     whitenings = {name: (*sites[name], whitening) for name, whitening in new.items()}
     assign_(whitenings, optimizer, on_refresh, workers=workers)
 
@@ -127,9 +137,10 @@ def assign_(
     optimizer: Optimizer | None = None,
     on_refresh: OnRefresh = "transport",
     gradients: bool = False,
+    check: bool = True,
     workers: Workers = ALONE,
 ) -> None:
-    """Change coordinates: compute everything, check that it is finite, then assign.
+    """Change coordinates: compute everything, check that it is finite (unless not to `check`), then assign.
 
     With `gradients`, those that wait for a step are carried over too. All workers take what the first has computed:
     products of the same matrices may differ in their last bits, and nothing would ever bring parameters together again.
@@ -150,7 +161,8 @@ def assign_(
         planned = plan_parameters(layer, site, transition)
         if optimizer is not None and not reset:
             planned += plan_state(optimizer, layer, site, transition)
-        checks.append((name, planned))
+        if check:
+            checks.append((name, planned))
         updates += planned
         if gradients:  # these may be anything: a GradScaler skips what is not finite
             updates += plan_gradients(layer, site, transition)

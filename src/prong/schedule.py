@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterable
 from functools import partial
@@ -26,16 +25,10 @@ from prong.factorisation import requests_of
 from prong.gradient_whitening import GradientWhitening
 from prong.hooks import before_step
 from prong.injection import check_count, check_model
-from prong.layers import Explicit, WhitenedLayer
+from prong.layers import Explicit, Site
 from prong.plus import rescale_
 from prong.precision import accumulation_dtype
-from prong.refresh import (
-    OnRefresh,
-    assign_,
-    check_between_updates,
-    require_whitened,
-    whitenings_of,
-)
+from prong.refresh import OnRefresh, adopt_, assign_, check_between_updates, require_whitened
 from prong.statistics import MeanSquare
 from prong.transport import transports_of, warn_unknown
 from prong.watching import Watch
@@ -122,7 +115,7 @@ class Refresher:
         self.source, self.lag, self.on_refresh, self.plus = source, lag, on_refresh, plus
         self.gradients = gradients
         self.updates = 0
-        self.windows = Windows(model, self.sites, self, self.workers)
+        self.windows = Windows(model, self.sites, self, self.workers, fading=source == "ema")
         self._watch = Watch(self.sites, self.workers)
         self._pending: Background[Share] = Background()
         self._consent = Consent(self.workers, given, optimizer, lambda: self.windows.gathering, self.undo)
@@ -146,15 +139,16 @@ class Refresher:
     def refresh(self, batches: Iterable[Any] | None = None) -> None:
         """Refresh now, from `batches`, the loader, or what the windows hold."""
         check_between_updates()
+        self._check_unfolded()
         self._pending.drop()
         self._note_fixed_biases()
-        source = self.source if batches is None else batches
+        source, names = self.source if batches is None else batches, self._trained()
         if isinstance(source, str):
-            self._refresh_from_windows(list(self.sites), lag=0)
+            self._refresh_from_windows(names, lag=0)
             self._open_windows()
-        else:
-            moments = estimate(self.model, source, self.samples, None, self.workers)
-            self._change(whitenings_of(self.sites, moments, self.eps, self.workers))
+        elif names:
+            reduction = self._estimated(source, names)
+            self._whiten(reduction, list(reduction.moments), lag=0)
 
     def _note_fixed_biases(self) -> None:
         """A bias that the optimizer does not hold is as good as frozen."""
@@ -168,7 +162,7 @@ class Refresher:
         now = self.updates + 1
         doubling = 1 << (now - 1).bit_length()
         if self.period == "auto":
-            return doubling if any(doubling <= self._first_updates(name) for name in self.sites) else None
+            return doubling if any(doubling <= self._first_updates(name) for name in self._trained()) else None
         return min(doubling, self.period) if now <= self.period and self.early else -(-now // self.period) * self.period
 
     def detach(self) -> None:
@@ -196,14 +190,17 @@ class Refresher:
             self.gradients.undo()
 
     def release(self) -> None:
-        """Detach, with the parameters and the optimizer's state back in canonical coordinates. `fold_` calls it."""
+        """Detach, with the parameters and the optimizer's state back in canonical coordinates. `fold_` calls it.
+
+        They need not be finite: folding is what there is to do after training has diverged.
+        """
         whitened = {n: (layer, site) for n, (layer, site) in self.sites.items() if site.whitening is not None}
         explicit = {
             name: (layer, site, _identity(site.layout.matrices, site.layout.features, layer.pair(site)[0]))
             for name, (layer, site) in whitened.items()
             if isinstance(layer, Explicit)
         }
-        assign_(explicit, self.optimizer, self.on_refresh, gradients=True)
+        assign_(explicit, self.optimizer, self.on_refresh, gradients=True, check=False)
         for _, site in whitened.values():
             site.whitening = None
         self.detach()
@@ -230,6 +227,7 @@ class Refresher:
 
         Of several workers, each has windows of its own, until `synchronize`.
         """
+        self._check_unfolded()
         state = {
             "kind": self._kind(),
             "workers": self.workers.size,
@@ -281,10 +279,9 @@ class Refresher:
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Refuse a state that is not of this model and kind of training, or a model that was folded since."""
-        if any(layer.owner is not self for layer, _ in self.sites.values() if isinstance(layer, WhitenedLayer)) or any(
-            not isinstance(layer, WhitenedLayer) for layer, _ in self.sites.values()
-        ):
-            raise ValueError("this model was folded or detached; make a new PRONG or Refresher to load the state into")
+        self._check_unfolded()
+        if any(layer.owner is not self for layer, _ in self.sites.values()):
+            raise ValueError("this model was detached; make a new PRONG or Refresher to load the state into")
         saved, mine = set(state["layers"]), set(self.sites)
         if saved != mine:
             raise ValueError(
@@ -299,6 +296,16 @@ class Refresher:
             raise ValueError(f"this state is of training with {state['kind']}, not {self._kind()}")
         for name, (layer, site) in self.sites.items():
             check_site_state(name, layer, site, state["layers"][name])
+
+    @property
+    def folded(self) -> bool:
+        """Whether its layers were made plain again (`fold_`), and perhaps others since."""
+        live = {id(site) for layer, _ in self.sites.values() for site in getattr(layer, "sites", ())}
+        return any(id(site) not in live for _, site in self.sites.values())
+
+    def _check_unfolded(self) -> None:
+        if self.folded:
+            raise ValueError("this model was folded, so its optimizer has no whitening; make a new PRONG or Refresher")
 
     def shadow(self) -> None:
         """Take part in an update for which this worker has no data; it makes no step of its own."""
@@ -321,7 +328,7 @@ class Refresher:
         if self.period == "auto":
             self._watch.note(self.updates)
         if self._pending.due is not None and self.updates >= self._pending.due:
-            self._change(collect(self._pending.take(), self.workers))
+            self.finish()
         due = self._due(scheduled)
         if due:
             self._refresh(due)
@@ -334,36 +341,57 @@ class Refresher:
 
     def _due(self, scheduled: bool) -> list[str]:
         """The sites to refresh after this update, which the schedule names or not."""
-        windows = isinstance(self.source, str)
         if self.period != "auto":
-            return list(self.sites) if scheduled else []
+            return self._trained() if scheduled else []
         due = []
-        for name in self.sites:
-            full = not windows or self.windows.full(name, self.samples, self.updates)
-            first = windows and self.updates <= self._first_updates(name)
-            if scheduled if first else name in self._watch.drifted and full:
+        for name in self._trained():
+            first = self.updates <= self._first_updates(name)
+            if scheduled if first else self._wants_refresh(name) and self._has_samples(name):
                 due.append(name)
         return due
 
+    def _trained(self) -> list[str]:
+        """The sites of weights that are not frozen; nothing would use the whitening of the others."""
+        return [name for name, (layer, site) in self.sites.items() if layer.pair(site)[0].requires_grad]
+
+    def _wants_refresh(self, name: str) -> bool:
+        """With an automatic period: whether a site's inputs have drifted, or it is still without its first refresh."""
+        return self.sites[name][1].drift is None or name in self._watch.drifted
+
+    def _has_samples(self, name: str) -> bool:
+        """Whether there are enough of them for a refresh."""
+        return not isinstance(self.source, str) or self.windows.full(name, self.samples, self.updates)
+
     def _first_updates(self, name: str) -> int:
         """With an automatic period: refresh at powers of two up to this update, the first to fill a window."""
-        window = self.windows.updates(name, self.samples)
-        return sys.maxsize if window is None else 1 << (window - 1).bit_length()
+        if not isinstance(self.source, str):
+            return 0
+        window = self.windows.updates(name, self.samples) or 1  # at the first update it is not known how fast they fill
+        return 1 << (window - 1).bit_length()
 
     def _refresh(self, names: list[str]) -> None:
         """Refresh these sites, at once or with the lag."""
         self._note_fixed_biases()
-        if self._pending.due is not None:  # refreshes closer than the lag
-            self._change(collect(self._pending.take(), self.workers))
+        self.finish()  # where refreshes are closer than the lag
         if isinstance(self.source, str):
             self._refresh_from_windows(names, self.lag)
             return
-        moments = estimate(self.model, self.source, self.samples, None, self.workers)
-        self._whiten(Reduction({name: moments[name] for name in names}, self.workers), names, self.lag)
+        reduction = self._estimated(self.source, names)
+        reached = [name for name, moments in reduction.moments.items() if moments.count > 0]
+        if reached:
+            self._whiten(reduction, reached, self.lag)
+
+    def _estimated(self, batches: Iterable[Any], names: list[str]) -> Reduction:
+        """What all workers see of these sites' inputs when they run the model on batches."""
+        moments = estimate(self.model, batches, self.samples, None, self.workers, names)
+        self._watch_anew(names)
+        return Reduction(moments, self.workers)
 
     def _refresh_from_windows(self, names: list[str], lag: int) -> None:
         """Refresh those of these sites that saw enough; the windows of the others stay open."""
         reduction = self.windows.reduced(names)
+        if self.source == "window":
+            self.windows.measure(reduction.examples, self.updates)
         ready = [name for name, moments in reduction.moments.items() if moments.count >= 2]
         if not ready:
             warnings.warn(
@@ -374,8 +402,8 @@ class Refresher:
             return
         if lag > 0 and self.workers.alone:  # windows may go on with theirs
             reduction.detach()
+        self._watch_anew(ready)
         self._whiten(reduction, ready, lag)
-        self._watch.drifted -= set(ready)
         self._close_windows({name: reduction.examples[name] for name in ready})
 
     def _whiten(self, reduction: Reduction, names: list[str], lag: int) -> None:
@@ -389,23 +417,37 @@ class Refresher:
 
     def _change(self, new: dict[str, Whitening]) -> None:
         """Go over to new coordinates."""
-        whitenings = {name: (*self.sites[name], whitening) for name, whitening in new.items()}
-        assign_(whitenings, self.optimizer, self.on_refresh, workers=self.workers)
-        if self.period == "auto":
-            for name in new:
-                self._watch.begin(name)
+        adopt_(self.sites, new, self.optimizer, self.on_refresh, self.workers)
+        self.renewed(self.sites[name][1] for name in new)
+
+    def finish(self) -> None:
+        """Make the refresh that is under way in another thread, if there is one, now."""
+        if self._pending.due is not None:
+            self._change(collect(self._pending.take(), self.workers))
+
+    def renewed(self, sites: Iterable[Site]) -> None:
+        """Forget what was measured of these sites in other coordinates than they have now."""
+        changed = {id(site) for site in sites}
+        self._watch_anew(name for name, (_, site) in self.sites.items() if id(site) in changed)
         for _, site in self.sites.values():
-            if site.spread is not None:
-                site.spread.take()  # measured in the old coordinates
+            if site.spread is not None and id(site) in changed:
+                site.spread.take()
+
+    def _watch_anew(self, names: Iterable[str]) -> None:
+        """With an automatic period: these sites were refreshed, or will be; let drift be measured from now."""
+        if self.period == "auto":
+            for name in names:
+                self._watch.begin(name)
 
     def _close_windows(self, examples: dict[str, float]) -> None:
         """Begin the next windows: empty, or with what is still recent where the next one overlaps this one."""
-        self.windows.measure(examples, self.updates)
-        self.windows.begin(examples, self.updates)
         if self.gradients is not None:
             self.gradients.close(examples)
+        if self.source != "window":
+            return  # they fade after every update
+        self.windows.begin(examples, self.updates)
         for name in examples:
-            if self.source == "window" and not self._window_is_due(name):
+            if not self._window_is_due(name):
                 self.windows.close(name)
         self.windows.fade(examples, self.samples)
 
@@ -414,9 +456,13 @@ class Refresher:
         self.windows.measure(self.windows.examples(), self.updates)
         for name, (_, site) in self.sites.items():
             if site.inputs is not None and not self._window_is_due(name):
-                self.windows.close(name)
-                if self.gradients is not None and self.gradients.needs_windows:
-                    site.outputs = None
+                self._drop_window(name)
+
+    def _drop_window(self, name: str) -> None:
+        """Gather nothing more of a site, and forget what was."""
+        self.windows.close(name)
+        if self.gradients is not None and self.gradients.needs_windows:
+            self.sites[name][1].outputs = None
 
     def _window_is_due(self, name: str) -> bool:
         """Whether a window of `samples` examples that ends at the next refresh has begun."""
@@ -424,15 +470,17 @@ class Refresher:
         if window is None:
             return True
         if self.period == "auto" and self.updates >= self._first_updates(name):
-            return name in self._watch.drifted
+            return self._wants_refresh(name)
         coming = self.next_refresh()
         assert coming is not None
         return window >= coming - self.updates
 
     def _open_windows(self) -> None:
-        for name, (layer, site) in self.sites.items():
-            if not layer.pair(site)[0].requires_grad:
-                continue  # nothing would use the whitening of a frozen layer
+        trained = set(self._trained())
+        for name, (_, site) in self.sites.items():
+            if name not in trained:
+                self._drop_window(name)
+                continue
             if site.inputs is None and (self.source == "ema" or self._window_is_due(name)):
                 self.windows.open(name, self.updates)
             if site.inputs is not None and self.gradients is not None:

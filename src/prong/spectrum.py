@@ -36,7 +36,7 @@ def leading_directions(Sigma: Tensor, above: float, at_most: int, expected: int 
 def leading_subspace(Sigma: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Approximate leading eigenvalues (groups, size), largest first, and their eigenvectors (groups, in, size)."""
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(Sigma.shape[-1], size, generator=generator, dtype=torch.float64)
+    start = torch.randn(Sigma.shape[-1], size, generator=generator, dtype=torch.float64, device=generator.device)
     E = start.to(Sigma).expand(Sigma.shape[0], -1, -1)
     for _ in range(ITERATIONS):
         E = torch.linalg.qr(Sigma @ E).Q

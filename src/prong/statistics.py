@@ -290,36 +290,59 @@ class Window:
         """Whether nothing was added yet."""
         return self._settled.count == self._fresh.count == 0
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors that hold what was added."""
+        return [x for part in (self._settled, self._fresh) if part.count > 0 for x in part.tensors()]
+
     def to(self, like: Tensor) -> Window:
         """A copy on the device and in the precision for inputs like this tensor."""
-        return Window(self.moments.to(like), self.examples)
+        copy = Window(self._settled.to(like), self.examples)
+        copy._fresh, copy._fresh_examples = self._fresh.to(like), self._fresh_examples
+        return copy
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as tensors and numbers."""
-        return {**self.moments.state_dict(), "examples": self.examples}
+        """Everything, as tensors and numbers; apart what was added since `settle`, and can be taken back."""
+        state = {**self._settled.state_dict(), "examples": self.examples}
+        if self._fresh.count > 0:
+            state["fresh"] = {**self._fresh.state_dict(), "examples": self._fresh_examples}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` gave."""
         self.undo()
         self._settled.load_state_dict(state)
         self.examples = float(state["examples"])
+        if "fresh" in state:
+            self._fresh.load_state_dict(state["fresh"])
+            self._fresh_examples = int(state["fresh"]["examples"])
 
 
 class MeanSquare:
-    """A mean of squares, from sums over batches."""
+    """A mean of squares, from sums over batches.
+
+    A batch that is not finite, as when a GradScaler is about to skip it, counts only as long as there is no other. The
+    host does not wait to know.
+    """
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
-        self.count = 0.0
+        self.count: Tensor | float = 0.0
 
     def add(self, squares: Tensor, count: float) -> None:
         """Add sums of squares over `count` rows."""
-        self.total = squares if self.total is None else self.total + squares
-        self.count += count
+        if count == 0:
+            return
+        if self.total is None:
+            self.total, self.count = squares, float(count)
+            return
+        known, finite = torch.isfinite(self.total).all(), torch.isfinite(squares).all()
+        both, total, rows = known & finite, self.total, self.count
+        self.total = torch.where(both, total + squares, torch.where(finite, squares, total))
+        self.count = torch.where(both, rows + count, torch.where(finite, count, rows))
 
     def mean(self) -> Tensor | None:
         """The mean square, or None if there was nothing."""
-        return None if self.total is None or self.count == 0 else self.total / self.count
+        return None if self.total is None else self.total / self.count
 
     def take(self) -> Tensor | None:
         """The mean square since the last call, or None if there was nothing."""
@@ -331,13 +354,14 @@ class MeanSquare:
         """Let everything seen so far count `weight` times as much."""
         if self.total is not None:
             self.total = self.total * weight
-        self.count *= weight
+        self.count = self.count * weight
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as a tensor and a number."""
+        """Everything, as tensors and numbers."""
         return {"total": self.total, "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Continue from what `state_dict` gave."""
         self.total = None if state["total"] is None else state["total"].to(device)
-        self.count = float(state["count"])
+        count = state["count"]
+        self.count = count.to(device) if isinstance(count, Tensor) else float(count)

@@ -21,13 +21,20 @@ class Windows:
     """The windows of a model's sites, and how fast they fill.
 
     While any is open, failures of whole forwards are noticed and reported to the owner; else the model has no hook.
-    Each of several workers has windows of its own, which all open and close at the same updates.
+    Each of several workers has windows of its own, which all open and close at the same updates. Those that are
+    `fading` never end: after each update, older samples count less.
     """
 
     def __init__(
-        self, model: nn.Module, sites: Mapping[str, tuple[WhitenedLayer, Site]], owner: Owner, workers: Workers
+        self,
+        model: nn.Module,
+        sites: Mapping[str, tuple[WhitenedLayer, Site]],
+        owner: Owner,
+        workers: Workers,
+        fading: bool,
     ) -> None:
         self._model, self._sites, self._owner, self._workers = model, sites, owner, workers
+        self._fading = fading
         self._start = dict.fromkeys(sites, 0)
         self._rates: dict[str, float] = {}  # examples per update of all workers, learnt from the last window
         self._hook: RemovableHandle | None = None
@@ -50,12 +57,13 @@ class Windows:
         return any(site.inputs is not None for _, site in self._sites.values())
 
     def full(self, name: str, samples: int, now: int) -> bool:
-        """Whether a window holds so many examples; of several workers, by what it is known to gain per update."""
-        inputs = self._sites[name][1].inputs
-        if inputs is None or self._workers.alone:
-            return inputs is not None and inputs.examples >= samples
-        updates = self.updates(name, samples)
-        return updates is not None and now - self._start[name] >= updates
+        """Whether a window has seen so many examples; of several workers, by what it is known to gain per update."""
+        inputs, updates = self._sites[name][1].inputs, self.updates(name, samples)
+        if inputs is None:
+            return False
+        if self._fading or not (self._workers.alone or updates is None):
+            return updates is not None and now - self._start[name] >= updates
+        return self._workers.total({name: inputs.examples})[name] >= samples
 
     def reduced(self, names: Iterable[str]) -> Reduction:
         """What the open ones of all workers hold, on its way."""
@@ -89,8 +97,10 @@ class Windows:
                 faded.add(id(inputs))
 
     def fade_after_update(self, samples: int) -> None:
-        """The same for all of them, at every update."""
-        self.fade(self.examples(), samples)
+        """The same for all of them, at every update, which tells how many examples one has."""
+        examples = self.examples()
+        self._rates |= {name: seen for name, seen in examples.items() if seen > 0}
+        self.fade(examples, samples)
 
     def scale(self, weight: float) -> None:
         """Let everything they hold count so many times, as when it was saved by another number of workers."""
