@@ -15,7 +15,7 @@ from prong.lab.bench.amortise import CLOSED, OPEN, REFRESH
 from prong.lab.bench.contest import Contestant, Pace, measure, steps
 from prong.lab.bench.memory import extra_bytes, model_bytes, peak_bytes
 from prong.lab.bench.phases import HORIZON, Phases, refresher_of, window_is_open
-from prong.lab.bench.step_cost import ALL_PACES, TIMED
+from prong.lab.bench.step_cost import ALL_PACES, BFLOAT16, TIMED
 from prong.lab.bench.tasks import MAKERS, TOKENS, Task, mlp_task
 from prong.lab.methods import METHODS, OURS
 from prong.lab.timing import interleaved
@@ -145,7 +145,7 @@ def test_every_method_is_measured_in_every_part_and_repetition() -> None:
     assert len(done) == steps(methods, repetitions=2)
     assert list(cost["methods"]) == list(TIMED)
     for name, entry in cost["methods"].items():
-        parts = [CLOSED, OPEN, REFRESH] if name in OURS else [CLOSED]
+        parts = [CLOSED, OPEN, REFRESH] if name in (*OURS, *BFLOAT16) else [CLOSED]
         assert list(entry["ms"]) == list(entry["block"]) == parts
         assert all(len(values) == 2 and min(values) > 0 for values in entry["ms"].values())
         assert entry["block"][CLOSED] == {"SOAP": 10, "Shampoo": 10, "PSGD-Kron, late": 30}.get(name, 2)

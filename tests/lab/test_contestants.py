@@ -47,8 +47,8 @@ def test_all_start_from_the_same_function(problem: Problem, initialisation) -> N
     starts = {}
     for name, method in METHODS.items():
         run = problem.run(Contestant(name, initialisation), SETTINGS, Plan(1, seed=3))
-        starts.setdefault(method.batch_norm, set()).add(round(run.rows[0].train_error, 4))
-    assert all(len(errors) == 1 for errors in starts.values()), starts
+        starts.setdefault(method.batch_norm, []).append(run.rows[0].train_error)
+    assert all(max(errors) - min(errors) < 1e-4 * min(errors) for errors in starts.values()), starts
 
 
 @pytest.mark.parametrize("name", ["PRONG", "PRONG, explicit", "Adam, whitened coordinates", "SOAP"])

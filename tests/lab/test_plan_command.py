@@ -244,7 +244,7 @@ def test_several_processes_are_shown_beside_one() -> None:
 def test_measuring_real_processes_gives_a_machine_and_a_comparison_for_each(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     command = [sys.executable, "-m", "prong.lab.cli", "bench", "plan", "--processes", "1", "2", "--widths", "16", "256"]
-    command += ["--channels", "4", "32", "--messages", "64", "1048576", "--checks", "mlp:16x2", "--numbers", "100000"]
+    command += ["--channels", "4", "32", "--messages", "64", "8388608", "--checks", "mlp:16x2", "--numbers", "100000"]
     command += ["--repetitions", "1", "--json", str(file)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}

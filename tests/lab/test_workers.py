@@ -29,6 +29,8 @@ from tests.lab.test_jobs import assert_same
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
+    "--bf16",
+    "False",  # in which three workers do not add up to one
     "--epochs",
     "8",
     "--batch",
