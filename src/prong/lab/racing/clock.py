@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
+from types import MappingProxyType
 
 import torch
 
@@ -16,6 +17,7 @@ from prong.lab.timing import interleaved
 from prong.lab.training import Plan, Training
 
 BLOCK = 20  # updates timed at once, of methods that do the same in all of them
+NOTHING: Mapping[str, Sequence[float]] = MappingProxyType({})
 SETTINGS: Settings = {"lr": 1e-5, "eps": 0.1}  # nobody gets far with these, nor astray
 
 
@@ -54,18 +56,21 @@ def paces(
     repetitions: int,
     whitened: bool = True,
     on_block: Callable[[], None] = lambda: None,
+    known: Mapping[str, Sequence[float]] = NOTHING,
 ) -> dict[str, Pace]:
     """Every method's costs, by name; those of a whitened initialisation if they are wanted.
 
-    A method that cannot make its first block is not timed further; its pace says why.
+    A method that cannot make its first block is not timed further; its pace says why. Those whose milliseconds per
+    update are `known` only make that one.
     """
     laps = {name: _Lap(name, problem, batch) for name in methods}
     starts: dict[str, list[float]] = {name: [] for name in laps}
     if whitened:
         starts = interleaved({name: lap.initialise for name, lap in laps.items()}, repetitions, on_block)
     firsts = {name: lap.first() for name, lap in laps.items()}
-    blocks = {name: lap.train for name, lap in laps.items() if isinstance(firsts[name], float)}
-    times = interleaved(blocks, repetitions, on_block)
+    timed = [name for name in laps if isinstance(firsts[name], float) and name not in known]
+    times = interleaved({name: laps[name].train for name in timed}, repetitions, on_block)
+    times |= {name: [ms * laps[name].length / 1000 for ms in known[name]] for name in laps if name in known}
     return {name: _pace(firsts[name], times.get(name, []), laps[name].length, starts[name]) for name in laps}
 
 
