@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from prong.lab.page.charts import LOOKS, MOST, thinned
 from prong.lab.page.command import main
 from prong.lab.page.groups import Point, groups
 from prong.lab.page.runs import gather
-from prong.lab.page.tables import results
+from prong.lab.page.tables import origins, results
 from prong.lab.pool import one_thread
 from prong.lab.tasks.reconstruction import Reconstruction
 from prong.lab.training import Plan
@@ -99,6 +100,18 @@ def test_runs_that_are_only_beginning_do_not_count_among_the_others(tmp_path: Pa
     (begun.path / "environment.json").unlink()
     (experiment,) = gather([tmp_path])
     assert results(experiment).rows[0][:3] == ["PRONG", "0", "10"]
+
+
+def test_commits_of_runs_in_one_place_are_one_line(tmp_path: Path) -> None:
+    environment = {"torch": "2.13.0", "threads": 1, "platform": "Linux"}
+    for seed, commit in enumerate(("a" * 40, "b" * 40 + "-dirty", "a" * 40)):
+        folder = write_run(tmp_path, "prong", errors([90, 5]), seed=seed)
+        sitting = {"prong": "0", "commit": commit, "environment": environment}
+        (folder.path / "environment.json").write_text(json.dumps({"sittings": [sitting]}))
+    (experiment,) = gather([tmp_path])
+    assert origins(experiment) == ["torch 2.13.0, 1 thread, Linux; commits aaaaaaa, bbbbbbb*"]
+    one = replace(experiment, runs=experiment.runs[:1])
+    assert origins(one) == ["torch 2.13.0, 1 thread, Linux; commit " + "a" * 40]
 
 
 def test_whatever_comes_from_files_is_escaped(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import platform
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -22,7 +23,13 @@ PACKAGES = ("optuna", "pytorch_optimizer")  # on which searches and peers depend
 
 def provenance() -> dict[str, Any]:
     """The code's version and commit, and the environment that ran it."""
-    return {"prong": prong.__version__, "commit": commit(Path(__file__).parent), "environment": environment()}
+    return {"prong": prong.__version__, "commit": _own_commit(), "environment": environment()}
+
+
+@cache
+def _own_commit() -> str | None:
+    """That of the code in this process, however the files have changed since it was begun."""
+    return commit(Path(__file__).parent)
 
 
 def environment() -> dict[str, Any]:

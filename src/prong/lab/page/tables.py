@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -13,6 +13,8 @@ from prong.lab.page.groups import Group, groups, quantities
 from prong.lab.page.runs import Experiment, Run, flat
 from prong.lab.page.views import clock_note, setting, words
 
+NUMBERS = "parameters, but for batch norm's"
+COMMIT = "; commit "  # as an origin has it
 ERRORS = ("train_error", "validation_error", "test_error")
 FRACTIONS = (*ERRORS, "train_top5_error", "validation_top5_error", "test_top5_error")  # shown in %
 
@@ -123,7 +125,7 @@ def settings(experiment: Experiment, part: str = "") -> Sheet:
         rows.append(
             [group.name, told or NONE, config["initialisation"], str(plan.get("anneal", NONE)), *schedule, *numbers]
         )
-    headings = ["method", "settings", "initialisation", "annealing", "T", "samples", "batch", "updates", "parameters"]
+    headings = ["method", "settings", "initialisation", "annealing", "T", "samples", "batch", "updates", NUMBERS]
     return Sheet(_titled("Settings", part), headings, rows, words=4)
 
 
@@ -152,8 +154,20 @@ def run_name(run: Run) -> str:
 
 
 def origins(experiment: Experiment) -> list[str]:
-    """Where and with which code the runs were made; several lines if not all alike."""
-    return sorted({_origin(run.environment) for run in experiment.runs})
+    """Where and with which code the runs were made; several lines if not all in the same place."""
+    found: dict[str, set[str]] = {}
+    for run in experiment.runs:
+        place, _, commit = _origin(run.environment).partition(COMMIT)
+        found.setdefault(place, set()).add(commit)
+    return [
+        f"{place}{COMMIT}{commits.pop()}" if len(commits) == 1 else f"{place}; commits {', '.join(_brief(commits))}"
+        for place, commits in sorted(found.items())
+    ]
+
+
+def _brief(commits: Iterable[str]) -> list[str]:
+    """Commits by their first digits, those with other changes marked by a star."""
+    return sorted({commit[:7] + "*" * commit.endswith("-dirty") for commit in commits})
 
 
 def sources(experiment: Experiment) -> list[str]:
