@@ -16,6 +16,8 @@ from prong.lab.cifar import CLASSES, Pictures
 from prong.lab.tasks import pictures as module
 from prong.lab.tasks.conditioning import SmallDigits, pooled
 from prong.lab.tasks.pictures import Classification, central_crops, random_crops
+from prong.lab.tasks.reconstruction import Reconstruction
+from tests.lab.digits import contents, write_files
 
 
 def coloured(count: int, seed: int) -> Tensor:
@@ -128,3 +130,13 @@ def test_a_matrix_is_kept_small_by_the_mean_of_each_tile() -> None:
     matrix = torch.zeros(7, 7).double()
     matrix[6, 6], matrix[0, 1], matrix[3, 3] = -5.0, 2.0, 1.23456
     assert pooled(matrix, side=4) == [[0.5, 0, 0, 0], [0, 0.309, 0, 0], [0, 0, 0, 0], [0, 0, 0, 5.0]]
+
+
+@pytest.mark.parametrize("task", [Reconstruction(), SmallDigits()])
+def test_digits_are_of_the_folder_that_the_environment_names_now(
+    task: Reconstruction | SmallDigits, mnist: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert task.count == 160
+    write_files(mnist / "others", contents(train=70))
+    monkeypatch.setenv("PRONG_DATA", str(mnist / "others"))
+    assert task.count == 70 and "70 training" in task.source

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import prong
 from prong.injection import whitened_sites
 from prong.lab.data import Digits, load_mnist
+from prong.lab.datasets.shelf import named_folder
 from prong.lab.tasks.base import Divergence, require_finite
 
 SIDE = 10  # pixels, as in the paper
@@ -43,12 +44,12 @@ class SmallDigits:
     @property
     def source(self) -> str:
         """Where the digits come from."""
-        return f"{_load(self.folder)[2]}, at {SIDE} x {SIDE} pixels"
+        return f"{self._digits()[2]}, at {SIDE} x {SIDE} pixels"
 
     @property
     def count(self) -> int:
         """How many training digits there are."""
-        return len(_load(self.folder)[0])
+        return len(self._digits()[0])
 
     def build(self, batch_norm: bool = False) -> nn.Module:
         """A new model."""
@@ -60,7 +61,7 @@ class SmallDigits:
 
     def batch(self, chosen: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Digits and their classes."""
-        x, y, _ = _load(self.folder)
+        x, y, _ = self._digits()
         return x[chosen], y[chosen]
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ class SmallDigits:
 
     def measure(self, model: nn.Module, evaluated: int) -> Mapping[str, float]:
         """The spectrum of the middle block of the Fisher, in the coordinates that are trained; and the loss."""
-        x, y, _ = _load(self.folder)
+        x, y, _ = self._digits()
         found = prong.fisher.spectrum(self.block(model, evaluated))
         if not math.isfinite(found.condition):
             raise Divergence("the Fisher block is zero")
@@ -85,12 +86,12 @@ class SmallDigits:
         sites = whitened_sites(model)
         refreshed = any(site.whitening is not None for _, site in sites.values())
         coordinates = "whitened" if refreshed else "canonical"
-        x, _, _ = _load(self.folder)
+        x, _, _ = self._digits()
         return prong.fisher.blocks(model, [x[:examples]], "categorical", [MIDDLE], coordinates=coordinates)[MIDDLE]  # type: ignore[arg-type]
 
     def initial_batches(self) -> Sequence[Tensor]:
         """Digits for a whitening."""
-        return torch.split(_load(self.folder)[0][: self.samples], 1000)
+        return torch.split(self._digits()[0][: self.samples], 1000)
 
     def keepsakes(self, model: nn.Module) -> Mapping[str, Any]:
         """The middle block's magnitudes before and after the first reparametrisation, and its condition numbers."""
@@ -104,6 +105,9 @@ class SmallDigits:
         blocks = {"before": before, "after": after}
         conditions = {f"condition_{name}": prong.fisher.spectrum(block).condition for name, block in blocks.items()}
         return {**conditions, **{name: pooled(block) for name, block in blocks.items()}}
+
+    def _digits(self) -> tuple[Tensor, Tensor, str]:
+        return _load(named_folder(self.folder))
 
 
 def pooled(matrix: Tensor, side: int = POOLED) -> list[list[float]]:

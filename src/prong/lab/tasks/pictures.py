@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prong.lab.cifar import Pictures, load_cifar10
+from prong.lab.datasets.shelf import data_folder
 from prong.lab.models import CROP, cifar10_net
 from prong.lab.tasks.base import INITIAL, require_finite, spread
 
@@ -99,12 +100,12 @@ class Classification:
 
     def _prepared(self, pictures: Tensor) -> Tensor:
         """Pictures (n, 3, h, w) of bytes, normalised by the training pictures' colours."""
-        mean, deviation = _colours(self.folder, self.count)
+        mean, deviation = _colours(data_folder(self.folder), self.count)
         x = pictures.float().sub_(mean).div_(deviation)
         return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x
 
     def _sets(self) -> Pictures:
-        return _load(self.folder)
+        return _load(data_folder(self.folder))
 
 
 def random_crops(pictures: Tensor, size: int, generator: torch.Generator) -> Tensor:
@@ -130,12 +131,12 @@ def _starts(n: int, largest: int, generator: torch.Generator) -> Tensor:
 
 
 @cache
-def _load(folder: Path | None) -> Pictures:
+def _load(folder: Path) -> Pictures:
     return load_cifar10(folder)
 
 
 @cache
-def _colours(folder: Path | None, trained: int) -> tuple[Tensor, Tensor]:
+def _colours(folder: Path, trained: int) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation (1, 3, 1, 1) of the colours of the pictures that are trained on."""
     pictures = _load(folder).train[:trained]
     histograms = [torch.bincount(pictures[:, c].flatten().int(), minlength=256).double() for c in range(3)]

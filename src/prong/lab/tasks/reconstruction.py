@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prong.lab.data import PIXELS, Digits, load_mnist
+from prong.lab.datasets.shelf import named_folder
 from prong.lab.models import autoencoder
 from prong.lab.tasks.base import INITIAL, require_finite, spread
 
@@ -33,8 +34,8 @@ class Reconstruction:
     watched: ClassVar[str] = "train_squared_error"
 
     def digits(self) -> Digits:
-        """The data, read once in every process."""
-        return _load(self.folder)
+        """The data, read once in every process for each folder."""
+        return _load(named_folder(self.folder))
 
     @property
     def source(self) -> str:
