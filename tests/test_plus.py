@@ -58,17 +58,37 @@ def _padded(x):
 
 
 @pytest.mark.parametrize(("make", "samples"), [(mlp, lambda x: x), (convnet, _padded)], ids=["linear", "convolution"])
-def test_the_scale_is_the_running_deviation_of_whitened_activations(make, samples):
+def test_the_scale_is_the_running_damped_deviation_of_whitened_activations(make, samples):
     model = make()
     data = batches(model, 3)
     optimizer = plus(model)
     run(model, optimizer, data[:2])
     whitening = model[0].sites[0].whitening
     run(model, optimizer, data[2:])
-    variance = ((samples(data[2][0]) - whitening.c[0]) @ whitening.U[0].T).square().mean(0)
-    s = (PLUS_DECAY + (1 - PLUS_DECAY) * variance).sqrt()
+    s = _scale(samples(data[2][0]), whitening)
     torch.testing.assert_close(model[0].sites[0].whitening.U[0], whitening.U[0] / s[:, None], **CLOSE)
     torch.testing.assert_close(model[0].sites[0].whitening.U_inv[0], whitening.U_inv[0] * s, **CLOSE)
+
+
+def _scale(h, whitening):
+    """The square root of DECAY + (1 - DECAY) diag(U (Sigma + eps I) U^T)."""
+    U, centred = whitening.U[0], h - whitening.c[0]
+    Sigma = centred.T @ centred / len(h)
+    variance = (U @ (Sigma + whitening.eps * torch.eye(len(U), dtype=U.dtype)) @ U.T).diagonal()
+    return (PLUS_DECAY + (1 - PLUS_DECAY) * variance).sqrt()
+
+
+def test_directions_that_hardly_vary_stay_damped():
+    """However many updates there are between refreshes: no row of U outgrows eps^-1/2."""
+    model = mlp()
+    optimizer = plus(model)
+    narrow = [(x * torch.tensor([1.0] * 2 + [0.0] * (x.shape[1] - 2), dtype=x.dtype), y) for x, y in batches(model, 4)]
+    run(model, optimizer, narrow)
+    optimizer.refresher.next_refresh = lambda: 10**9
+    run(model, optimizer, narrow * 20)
+    gains = model[0].sites[0].whitening.U[0].norm(dim=1)
+    torch.testing.assert_close(gains[2:], torch.full_like(gains[2:], 0.1**-0.5), **CLOSE)
+    assert gains[:2].max() < 0.1**-0.5
 
 
 @attentions
@@ -112,8 +132,7 @@ def test_queries_keys_and_values_are_each_rescaled_by_their_own_deviation(make):
     whitenings = [site.whitening for site in model.attention.sites]
     run(model, optimizer, data[2:])
     for site, h, old in zip(model.attention.sites, model.inputs(data[2][0]), whitenings, strict=True):
-        variance = ((h.flatten(0, 1) - old.c[0]) @ old.U[0].T).square().mean(0)
-        s = (PLUS_DECAY + (1 - PLUS_DECAY) * variance).sqrt()
+        s = _scale(h.flatten(0, 1), old)
         torch.testing.assert_close(site.whitening.U[0], old.U[0] / s[:, None], **CLOSE)
         torch.testing.assert_close(site.whitening.U_inv[0], old.U_inv[0] * s, **CLOSE)
 

@@ -16,15 +16,19 @@ from prong.transport import diagonal_powers
 from prong.watching import zeros_of
 from prong.whitening import Whitening
 
-DECAY = 0.9  # of the running variance of whitened activations, per update
+DECAY = 0.9  # of the running average, per update
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def rescale_(sites: Mapping[str, tuple[WhitenedLayer, Site]], optimizer: Optimizer, workers: Workers = ALONE) -> None:
-    """U <- diag(1/s) U with s the running deviation of x = U (h - c) since the last call; V's columns take s.
+    """U <- diag(1/s) U with s the running damped deviation of x = U (h - c) since the last call; V's columns take s.
 
-    s^2 = DECAY + (1 - DECAY) E[x^2]: the running variance was one, as all earlier scales are divided out already.
+        s^2 = DECAY + (1 - DECAY) diag(U (Sigma + eps I) U^T) = DECAY + (1 - DECAY) (E[x^2] + eps |u|^2)
+
+    with u the rows of U. Its average so far was one, as it is after a refresh, since all earlier scales are divided out
+    already. Without the damping, rows of directions that hardly vary would grow at every update, without bound.
+
     What was measured by all workers is checked before anything is changed, which then happens in place: s is at least
     DECAY^1/2.
     """
@@ -42,15 +46,16 @@ def rescale_(sites: Mapping[str, tuple[WhitenedLayer, Site]], optimizer: Optimiz
         error = FloatingPointError(f"layer {name!r}: its whitened inputs contain NaN or infinite values")
         workers.meet(None, None if mine is None or _all_finite([mine]) else error)
         raise error
-    scales = {name: (DECAY + (1 - DECAY) * each).sqrt() for name, each in mean_squares.items()}
-    for name, s in scales.items():
+    for name, mean_square in mean_squares.items():
         layer, site = sites[name]
+        old = site.whitening
+        assert old is not None and old.U is not None and old.U_inv is not None
+        damped = mean_square + old.eps * torch.linalg.vector_norm(old.U, dim=-1).square()
+        s = (DECAY + (1 - DECAY) * damped).sqrt()
         for tensor, power in diagonal_powers(optimizer, layer.pair(site)[0]):
             part = site.part(tensor)
             assert part is not None
             part.mul_((site.layout.spread(s) ** power).to(part.dtype))
-        old = site.whitening
-        assert old is not None and old.U is not None and old.U_inv is not None
         U, U_inv = old.U / s.unsqueeze(-1), old.U_inv * s.unsqueeze(-2)
         site.whitening = Whitening(old.c, old.eps, U=U.to(old.U.dtype), U_inv=U_inv.to(old.U.dtype))
 
