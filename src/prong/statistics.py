@@ -187,6 +187,15 @@ class Moments:
         self.count = total
 
 
+def block_rows(size: int) -> int:
+    """How many rows of a triangle of that size make a block.
+
+    A quarter of them, or up to an eighth where there are many: smaller blocks waste less of what lies above the
+    diagonal, and make slower products; fastest are those with a multiple of 16 rows. Below 64 they are not worth it.
+    """
+    return size if size < 64 else 16 * math.ceil(min(size / 4, max(128, size / 8)) / 16)
+
+
 class _Triangle:
     """Symmetric matrices (groups, in, in), held and added to as their lower triangle in blocks of rows.
 
@@ -194,17 +203,13 @@ class _Triangle:
     added, it stays below in^2 numbers.
     """
 
-    BLOCK = 256  # rows at most: smaller blocks waste less of what lies above the diagonal, and make slower products
-    NARROW = 64  # inputs, below which blocks are not worth their calls
-
     def __init__(self, like: Tensor) -> None:
         groups, size = like.shape
-        narrow = size < self.NARROW
-        rows = size if narrow else min(self.BLOCK, -(-size // 4))
-        self.patience = 1 if narrow else size // 4
+        rows = block_rows(size)
         self._starts = list(range(0, size, rows))
         ends = [min(size, start + rows) for start in self._starts]
         self.blocks = [like.new_zeros(groups, end - start, end) for start, end in zip(self._starts, ends, strict=True)]
+        self.patience = size - sum(block[0].numel() for block in self.blocks) // size
 
     def add_product(self, part: Tensor) -> None:
         """Add part^T part, for part (groups, rows, in)."""

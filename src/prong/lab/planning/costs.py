@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from prong.lab.planning.tracing import Place
 from prong.layers.natural import activation_space_is_cheaper
+from prong.statistics import block_rows
 
-ROWS_OF_A_BLOCK, NARROW = 256, 64  # how statistics hold their triangles
 PRECISE = 4  # bytes of a number in statistics, factorisations and their exchange
 
 
@@ -87,7 +87,7 @@ def preconditioning(place: Place, itemsize: int) -> Work:
 
 def triangle(size: int) -> int:
     """Numbers that statistics of so many inputs hold: a lower triangle, in blocks of rows."""
-    rows = size if size < NARROW else min(ROWS_OF_A_BLOCK, -(-size // 4))
+    rows = block_rows(size)
     return sum((min(size, start + rows) - start) * min(size, start + rows) for start in range(0, size, rows))
 
 
@@ -124,7 +124,6 @@ def sent_inverse(place: Place) -> int:
 
 
 def window(place: Place) -> int:
-    """Bytes of statistics while a window is open: triangles, and rows that wait to be added."""
+    """Bytes of statistics while a window is open: triangles, as many rows that wait to be added as they save, means."""
     size = place.layout.features
-    waiting = 0 if size < NARROW else size // 4
-    return PRECISE * place.layout.matrices * (triangle(size) + waiting * size + size)
+    return PRECISE * place.layout.matrices * (size * size + size)
