@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from prong.lab.bench import (
 from prong.lab.bench.contest import SETTINGS
 from prong.lab.bench.sheets import as_markdown
 from prong.lab.page.runs import gather
+from prong.lab.record import claimed
 from prong.lab.terminal import progress
 from tests.lab.digits import contents, write_files
 from tests.lab.tiny import tiny_autoencoder
@@ -39,7 +41,7 @@ from tests.lab.tiny import tiny_autoencoder
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 COMMANDS = {
     "step-cost": "--tasks autoencoder --batches 16 --methods PRONG Adam --repetitions 2 --samples 64 --block 2",
-    "profile": "--batches 8 --methods PRONG --repetitions 2 --block 1",
+    "profile": "--batches 8 --methods PRONG --samples 64 --repetitions 2 --block 1",
     "refresh": "--max-width 128 --samples 100 --batch 32 --repetitions 2",
     "spaces": "--width 16 --channels 8 --map-size 4 --repetitions 2",
     "centring": "--batch 4 --repetitions 2",
@@ -84,7 +86,8 @@ def test_a_record_tells_configuration_environment_and_commit(runs: Runs, name: s
     assert record["environment"]["torch"] == torch.__version__ and "commit" in record and "prong" in record
     assert str(runs.results / f"{name}.json") in runs.printed[name], "where it is"
     assert "\x1b" not in runs.printed[name], "no colours where there is no terminal"
-    assert len(list(runs.results.iterdir())) == len(COMMANDS), "nothing half-written"
+    kept = {path.name for path in runs.results.iterdir() if path.suffix != ".lock"}
+    assert kept == {f"{name}.json" for name in COMMANDS}, "nothing half-written"
 
 
 def test_step_cost_prints_and_records_every_part_of_every_method(runs: Runs) -> None:
@@ -110,12 +113,18 @@ def test_step_cost_prints_and_records_every_part_of_every_method(runs: Runs) -> 
 def test_profile_prints_and_records_where_the_time_goes(runs: Runs) -> None:
     """And counts operations, mostly of products: forwards, and gradients of weights and of all inputs but the first."""
     record = runs.record("profile")
-    assert [row["method"] for row in record["rows"]] == ["PRONG", "SGD"] * 2
+    assert [(row["method"], row["window"]) for row in record["rows"]] == [
+        ("PRONG", "update"),
+        ("PRONG", "open"),
+        ("SGD", "update"),
+    ] * 2
     for row in record["rows"]:
         assert list(row["ms"]) == list(profile.PARTS) and min(row["ms"].values()) > 0
+    closed, gathering, sgd = (row["gigaflops"] for row in record["rows"][:3])
     weights = 2_837_314 - sum((1000, 500, 250, 30, 250, 500, 1000, 784))
-    assert record["rows"][1]["gigaflops"] == pytest.approx(2 * 8 * (3 * weights - 784 * 1000) / 1e9, rel=0.05)
-    assert record["rows"][0]["gigaflops"] > record["rows"][1]["gigaflops"]
+    assert sgd == pytest.approx(2 * 8 * (3 * weights - 784 * 1000) / 1e9, rel=0.05)
+    assert sgd < closed < gathering
+    assert "PRONG, gathering" in runs.printed["profile"]
     assert "where the time of an update goes" in runs.printed["profile"]
 
 
@@ -225,7 +234,7 @@ def test_the_page_is_made_from_records_and_a_second_time_nothing_changes(
     assert "| PRONG |" in text and "refresh of a layer" in text and "against its depth" in text
     assert "(refresh.png)" in text and imread(tmp_path / "scaling.png").ndim == 3
     assert runs.record("scaling")["environment"]["torch"] in text
-    assert text.count("Not measured yet") == 3, "the race, compiled, and bfloat16"
+    assert text.count("Not measured yet") == 5, "both races, compiled, and two of bfloat16"
     files = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
     assert capsys.readouterr().out.count("written") == 3
     assert documented(runs, tmp_path) == text
@@ -238,6 +247,38 @@ def test_every_record_of_the_project_is_on_its_page(section: document.Section) -
     record, problem = document.load(PAGE.parent.parent / "results" / f"{section.name}.json", section.benchmark)
     assert record is not None, problem
     assert all(as_markdown(sheet) in PAGE.read_text() for sheet in section.sheets(record))
+
+
+def test_a_record_that_tables_cannot_be_made_of_is_named_and_nothing_is_written(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / document.PAGE).write_text(PAGE.read_text())
+    record = runs.record("profile")
+    del record["config"]["samples"]
+    (tmp_path / "profile.json").write_text(json.dumps(record))
+    with pytest.raises(SystemExit, match=r"the record of profile is of another version.*KeyError\('samples'\).*anew"):
+        document.main(tmp_path, tmp_path)
+    assert (tmp_path / document.PAGE).read_text() == PAGE.read_text()
+
+
+def test_a_full_disk_is_said_in_one_line_and_leaves_the_record_before(tmp_path: Path) -> None:
+    def no_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+    record = tmp_path / "centring.json"
+    record.write_text("the one before")
+    words = [sys.executable, "-m", "prong.lab", "bench", "centring", "--batch", "4", "--repetitions", "1"]
+    environment = {**os.environ, "COVERAGE_PROCESS_START": "", "COVERAGE_PROCESS_CONFIG": ""}  # coverage writes, too
+    done = subprocess.run(
+        [*words, "--json", record], preexec_fn=no_room, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and done.stderr == f"{record} cannot be written: File too large. Make room first.\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["centring.json"] and record.read_text() == "the one before"
+
+
+def test_two_processes_do_not_work_on_one_record_of_options(tmp_path: Path) -> None:
+    file = tmp_path / "options.json"
+    with claimed(file), pytest.raises(SystemExit, match=r"another process is at work on .*options.json"):
+        options.main(json=file)
+    assert not file.exists()
 
 
 def test_prose_around_the_tables_stays(runs: Runs, tmp_path: Path) -> None:
@@ -291,12 +332,16 @@ def test_a_page_that_cannot_be_filled_is_an_error_and_stays(runs: Runs, tmp_path
         (step_cost.main, {"tasks": ("autoencoder",), "batches": (161,)}, "a batch of 161 is more than the data holds"),
         (options.main, {"updates": 0}, "--updates is at least 1"),
         (options.main, {"options": ("cutoff=2",)}, "--options knows no 'cutoff=2'"),
-        (options.main, {"seeds": ()}, "--options and --seeds name one or more"),
+        (options.main, {"seeds": ()}, "--seeds are one or more, each once; got none"),
+        (options.main, {"seeds": (0, -1)}, "--seeds is at least 0, got -1"),
+        (options.main, {"lr": float("nan")}, "--lr is positive and finite, got nan"),
+        (scaling.main, {"depths": ()}, "--depths are one or more"),
         (watching.main, {"batches": ()}, "--batches are one or more"),
         (compiled.main, {"block": 0}, "--block is at least 1"),
         (profile.main, {"batches": (8, 0)}, "--batches is at least 1"),
         (profile.main, {"methods": ("Sgd",)}, "--methods knows no 'Sgd'"),
         (profile.main, {"batches": ()}, "--batches are one or more"),
+        (profile.main, {"methods": ()}, "--methods are one or more"),
         (document.main, {"results": Path("nowhere")}, "--results nowhere is no folder"),
         (compiled.main, {"methods": ("Sgd",)}, "--methods knows no 'Sgd'"),
         (refresh.main, {"max_width": 63}, "--max-width is at least 64, got 63"),

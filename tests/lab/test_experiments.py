@@ -173,8 +173,8 @@ def test_rows_go_to_tensorboard_too(mnist: Path, tmp_path: Path) -> None:
         (("autoencoder", "--momentum", "-1"), "momentum is not negative and finite, got -1"),
         (("conditioning", "--eps", "0"), "eps is positive and finite, got 0"),
         (("sensitivity", "--lrs", "0.1", "nan"), "lr is positive and finite, got nan"),
-        (("sensitivity", "--parts"), "--parts are one or more, each once; got ()"),
-        (("sensitivity", "--lrs", "0.1", "0.1"), "--lrs are one or more, each once; got (0.1, 0.1)"),
+        (("sensitivity", "--parts"), "--parts are one or more, each once; got none"),
+        (("sensitivity", "--lrs", "0.1", "0.1"), "--lrs are one or more, each once; got 0.1, 0.1"),
     ],
 )
 def test_what_cannot_be_run_is_said_in_one_line(

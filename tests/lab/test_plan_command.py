@@ -268,8 +268,9 @@ def test_measuring_real_processes_gives_a_machine_and_a_comparison_for_each(tmp_
     [
         ({"processes": (2,)}, "has to have 1"),
         ({"widths": (64,)}, "two sizes each"),
-        ({"checks": ("nothing",)}, "knows no 'nothing'"),
+        ({"checks": ("nothing",)}, "--checks knows no 'nothing'"),
         ({"batch": 2}, "--batch is at least 4"),
+        ({"batch": 0}, "--batch is at least 4, got 0"),
         ({"repetitions": 0}, "--repetitions is at least 1"),
     ],
 )

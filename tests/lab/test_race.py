@@ -331,8 +331,10 @@ def test_options_can_be_given_on_a_command_line() -> None:
         ({"trials": 0}, "--trials is at least 1"),
         ({"workers": 0}, "--workers is at least 1"),
         ({"every": 0}, "--every is at least 1"),
-        ({"cap": 0.0}, "--cap must be positive"),
-        ({"thresholds": (5.0, -1.0)}, "--thresholds must be positive"),
+        ({"cap": float("nan")}, "--cap is positive and finite, got nan"),
+        ({"seeds": (2, -1)}, "--seeds is at least 0, got -1"),
+        ({"cap": 0.0}, "--cap is positive and finite, got 0.0"),
+        ({"thresholds": (5.0, -1.0)}, "--thresholds is positive and finite, got -1.0"),
     ],
 )
 def test_what_cannot_work_is_said_at_once(options: dict[str, Any], message: str) -> None:

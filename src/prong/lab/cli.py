@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import signal
 import sys
@@ -29,6 +30,7 @@ LIBRARIES = (  # of the lab extra
     "sqlalchemy",
     "tyro",
 )
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, no more of one's share, a limit on files
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:  # where there is nothing to go on with, or while the lab's libraries are imported
         print("Stopped.", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise SystemExit(
+            f"{error.filename or 'a file'} cannot be written: {error.strerror}. Make room first."
+        ) from error
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in LIBRARIES:
             raise

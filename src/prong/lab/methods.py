@@ -198,7 +198,7 @@ _ALL: Sequence[Method] = (
     Method("prong-cutoff", "PRONG, cutoff", partial(prong_of, cutoff=1.0), DAMPED, settings=WHITENED),
     Method("prong-balanced", "PRONG, balanced", partial(prong_of, balance=True, cutoff=1.0), DAMPED, settings=WHITENED),
     Method("prong-explicit", "PRONG, explicit", partial(prong_of, form="explicit"), DAMPED, settings=WHITENED),
-    Method("prong+", "PRONG+", partial(prong_of, plus=True), DAMPED, settings=WHITENED, rates=(1e-5, 1e-3)),
+    Method("prong+", "PRONG+", partial(prong_of, plus=True), DAMPED, settings=WHITENED),
     Method(
         "prong-bn",
         "PRONG and batch norm",
@@ -222,7 +222,7 @@ _ALL: Sequence[Method] = (
     Method("batchnorm", "batch norm", _sgd, batch_norm=True, settings=HEAVY, rates=(1e-2, 1.0)),
     Method("adam", "Adam", plain(torch.optim.Adam), settings=LEAST),
     Method("rmsprop", "RMSprop", _rmsprop, settings=RMSPROP),
-    Method("muon", "Muon", _muon, settings=LEAST, rates=(1e-2, 1.0)),
+    Method("muon", "Muon", _muon, settings=LEAST, rates=(3e-3, 3e-1)),
     Method("soap", "SOAP", plain(pytorch_optimizer.SOAP), settings=LEAST, rates=(1e-3, 1e-1)),
     Method(
         "shampoo",

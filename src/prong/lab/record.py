@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -70,12 +70,20 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file: all of it or nothing, so that who is killed leaves the one before."""
+    """Write a file: all of it or nothing, so that who is killed, or has no room, leaves the one before.
+
+    Raises:
+        OSError: it could not be written; the error names it.
+    """
     unfinished = path.with_name(path.name + ".part")  # beside it: a rename within a file system is atomic
-    with unfinished.open("wb") as file:
-        file.write(data)
-        flush(file)  # or after a crash of the machine there may be an empty file under the name
-    unfinished.replace(path)
+    try:
+        with unfinished.open("wb") as file:
+            file.write(data)
+            flush(file)  # or after a crash of the machine there may be an empty file under the name
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def flush(file: IO[Any]) -> None:
@@ -112,6 +120,12 @@ def alone(lock: Path, refusal: Exception) -> Iterator[None]:
         raise refusal from error
     with held:
         yield
+
+
+def claimed(path: Path) -> AbstractContextManager[None]:
+    """A record as one's own to go on with; InUseError is raised if another process has it."""
+    refusal = f"another process is at work on {path}. Wait until it ends, or name another file with --json."
+    return alone(path.with_name(path.name + ".lock"), InUseError(refusal))
 
 
 def read_json(path: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,8 +39,15 @@ def at_least(least: int, **options: float | Iterable[int]) -> None:
     """Leave with one line if an option, or one of its values, is smaller."""
     for name, given in options.items():
         for value in [given] if isinstance(given, int | float) else given:
-            if value < least:
+            if not value >= least:  # nor is NaN
                 raise SystemExit(f"--{name.replace('_', '-')} is at least {least}, got {value}")
+
+
+def positive(**options: float) -> None:
+    """Leave with one line if an option is not a positive finite number."""
+    for name, value in options.items():
+        if not (value > 0 and math.isfinite(value)):
+            raise SystemExit(f"--{name} is positive and finite, got {value}")
 
 
 def known(option: str, given: Iterable[str], names: Iterable[str]) -> None:
@@ -54,7 +62,7 @@ def each_once(**options: Sequence[object]) -> None:
     """Leave with one line if an option has no values, or one of them twice."""
     for name, given in options.items():
         if not given or len(set(given)) < len(given):
-            raise SystemExit(f"--{name} are one or more, each once; got {given}")
+            raise SystemExit(f"--{name} are one or more, each once; got {', '.join(map(str, given)) or 'none'}")
 
 
 def writable(**options: Path | None) -> None:

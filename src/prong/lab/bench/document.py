@@ -58,22 +58,43 @@ SECTIONS = (
         "bfloat16",
         step_cost.sheets,
         None,
-        "prong bench step-cost --tasks autoencoder --no-slow --json results/bfloat16.json",
+        'prong bench step-cost --tasks autoencoder --methods PRONG "PRONG, cutoff" "PRONG, explicit" "batch norm" Adam '
+        '"PRONG, bfloat16" "PRONG, cutoff, bfloat16" --repetitions 11 --json results/bfloat16.json',
         bench=step_cost.NAME,
     ),
     Section("profile", profile.sheets, None, "prong bench profile --json results/profile.json"),
-    Section("refresh", refresh.sheets, refresh.picture, "prong bench refresh --json results/refresh.json"),
-    Section("scaling", scaling.sheets, scaling.picture, "prong bench scaling --json results/scaling.json"),
+    Section(
+        "refresh", refresh.sheets, refresh.picture, "prong bench refresh --samples 12800 --json results/refresh.json"
+    ),
+    Section(
+        "scaling", scaling.sheets, scaling.picture, "prong bench scaling --repetitions 3 --json results/scaling.json"
+    ),
     Section("spaces", spaces.sheets, None, "prong bench spaces --json results/spaces.json"),
     Section("centring", centring.sheets, None, "prong bench centring --json results/centring.json"),
     Section("compiled", compiled.sheets, None, "prong bench compiled --json results/compiled.json"),
     Section("watching", watching.sheets, None, "prong bench watching --json results/watching.json"),
     Section("options", options.sheets, None, "prong bench options --json results/options.json"),
     Section(
+        "options-bfloat16",
+        options.sheets,
+        None,
+        'prong bench options --options "as it is" cutoff=1 storage=bfloat16 "cutoff=1, storage=bfloat16" '
+        "--json results/options-bfloat16.json",
+        bench="options",
+    ),
+    Section(
         "race",
         standings.sheets,
         standings.picture,
         "prong bench race --workers 2 --cap 80 --trials 8 --every 50 --repetitions 3 --json results/race.json",
+    ),
+    Section(
+        "race-again",
+        standings.sheets,
+        standings.picture,
+        'prong bench race --methods PRONG+ "PRONG and batch norm" "batch norm" Muon --workers 2 --cap 80 --trials 8 '
+        "--every 50 --repetitions 3 --json results/race-again.json",
+        bench="race",
     ),
 )
 
@@ -125,6 +146,12 @@ def render(section: Section, record: Record | None, problem: str, picture: Path 
     made_by = f"Made by `{section.command}`"
     if record is None:
         return f"{problem} {made_by}."
-    tables = [as_markdown(sheet) for sheet in section.sheets(record)]
+    try:
+        tables = [as_markdown(sheet) for sheet in section.sheets(record)]
+    except (KeyError, IndexError, TypeError) as error:
+        raise SystemExit(
+            f"the record of {section.name} is of another version: this one cannot make tables of it ({error!r}). "
+            f"Make it anew with `{section.command}`."
+        ) from error
     image = [f"![{section.name}]({picture.name})"] if picture is not None else []
     return "\n\n".join([*tables, *image, f"{made_by}: {origin(dict(record))}."])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -18,8 +19,8 @@ from prong.lab.contestants import Problem, data_folder
 from prong.lab.methods import MOMENTUM
 from prong.lab.models import autoencoder
 from prong.lab.pool import one_thread
-from prong.lab.record import resume, write_json
-from prong.lab.terminal import at_least, known, make_console, progress, writable
+from prong.lab.record import ForeignRecordError, InUseError, claimed, resume, write_json
+from prong.lab.terminal import at_least, each_once, known, make_console, positive, progress, writable
 from prong.lab.training import DIVERGENCES, Plan, Run, Training, train
 
 NAME = "options"
@@ -65,26 +66,28 @@ def main(
     """
     at_least(1, updates=updates)
     known("options", options, OPTIONS)
-    if not options or not seeds or lr <= 0 or eps <= 0:
-        raise SystemExit("--options and --seeds name one or more, --lr and --eps are positive")
+    each_once(options=options, seeds=seeds)
+    at_least(0, seeds=seeds)
+    positive(lr=lr, eps=eps)
     writable(json=json)
-    problem = Problem(autoencoder, data_folder())
+    problem, console = Problem(autoencoder, data_folder()), make_console()
+    config: dict[str, Any] = {"options": options, "updates": updates, "seeds": seeds, "lr": lr, "eps": eps}
     try:
-        source = problem.digits().source
-        config = {"options": options, "updates": updates, "seeds": seeds, "lr": lr, "eps": eps, "data": source}
-        with one_thread():
-            record = {"bench": NAME, **resume(json, {**config, **COMMON})}
+        config["data"] = problem.digits().source
     except (FileNotFoundError, ValueError) as error:
         raise SystemExit(str(error)) from error
-    runs = record.setdefault("runs", {name: {} for name in options})
-    console = make_console()
-    with one_thread(), progress(console, "runs", len(options) * len(seeds)) as on_step:
-        for seed in seeds:
-            for name in options:
-                if str(seed) not in runs[name]:
-                    runs[name][str(seed)] = run(problem, OPTIONS[name], Plan(updates, seed), lr, eps)
-                    write_json(json, record)
-                on_step()
+    try:
+        with claimed(json), one_thread():
+            record = {"bench": NAME, **resume(json, {**config, **COMMON})}
+            runs = record.setdefault("runs", {name: {} for name in options})
+            with progress(console, "runs", len(options) * len(seeds)) as on_step:
+                for seed, name in product(seeds, options):
+                    if str(seed) not in runs[name]:
+                        runs[name][str(seed)] = run(problem, OPTIONS[name], Plan(updates, seed), lr, eps)
+                        write_json(json, record)
+                    on_step()
+    except (ForeignRecordError, InUseError) as error:
+        raise SystemExit(str(error)) from error
     present(console, sheets(record), json)
 
 

@@ -16,7 +16,7 @@ from prong.lab.bench.sheets import Sheet, number, power, present
 from prong.lab.bench.tasks import mlp_task
 from prong.lab.methods import METHODS
 from prong.lab.record import keep, provenance
-from prong.lab.terminal import at_least, make_console, progress, writable
+from prong.lab.terminal import at_least, each_once, make_console, progress, writable
 
 NAME = "scaling"
 BASE = {"depth": 4, "width": 512, "batch": 128}  # what the other two are while one is varied
@@ -52,6 +52,7 @@ def main(
     """
     at_least(1, depths=depths, widths=widths, batches=batches, period=period, repetitions=repetitions, block=block)
     at_least(2, samples=samples)
+    each_once(depths=depths, widths=widths, batches=batches)
     writable(json=json, plot=plot)
     varied = {"depth": depths, "width": widths, "batch": batches}
     config = {"varied": varied, "base": BASE, "methods": COMPARED, "settings": SETTINGS, "block": block}

@@ -14,7 +14,7 @@ from prong.lab.bench.sheets import Sheet, number, present
 from prong.lab.bench.tasks import autoencoder_task
 from prong.lab.methods import METHODS
 from prong.lab.record import keep, provenance
-from prong.lab.terminal import at_least, make_console, progress, writable
+from prong.lab.terminal import at_least, each_once, make_console, progress, writable
 from prong.lab.timing import interleaved
 from prong.monitor import Monitor
 
@@ -40,8 +40,7 @@ def main(
         json: file for the record: configuration, environment, commit and every repetition.
     """
     at_least(1, batches=batches, repetitions=repetitions, block=block)
-    if not batches:
-        raise SystemExit("--batches are one or more")
+    each_once(batches=batches)
     writable(json=json)
     try:
         task = autoencoder_task(max(batches))

@@ -68,9 +68,9 @@ def main(
         raise SystemExit("--processes has to have 1 among them: the others are compared with it")
     if min(len(set(widths)), len(set(channels)), len(set(messages))) < 2:
         raise SystemExit("--widths, --channels and --messages need two sizes each, to tell rates from calls")
-    batches = {name: batch or BATCHES.get(name, 64) for name in checks}
+    batches = {name: BATCHES.get(name, 64) if batch is None else batch for name in checks}
     for name in checks:
-        subject(name)
+        subject(name, "checks")
         at_least(max(processes), batch=batches[name])
     writable(json=json)
     config = {"processes": processes, "widths": widths, "channels": channels, "messages": messages, "numbers": numbers}

@@ -51,22 +51,22 @@ class Subject:
         return torch.empty(examples, *self.example, dtype=self.integers or dtype, device=device)
 
 
-def subject(name: str) -> Subject:
-    """The model of that name, or one line that says which there are."""
+def subject(name: str, option: str = "model") -> Subject:
+    """The model of that name, or one line that says which there are, to who gave it by an option."""
     if name in KNOWN:
         (module, _, function), example = KNOWN[name][0].partition(":"), KNOWN[name][1]
         return Subject(name, lambda: getattr(import_module(module), function)(), example)
     if sized := re.fullmatch(r"(mlp|transformer):(\d+)x(\d+)(?:x(\d+))?", name):
         kind, (width, depth, tokens) = sized[1], (int(number or TOKENS) for number in sized.groups()[1:])
         if min(width, depth, tokens) < 1 or (kind == "mlp" and sized[4]):
-            raise SystemExit(f"--model {name}: widths and depths are at least 1; only transformers have tokens")
+            raise SystemExit(f"--{option} {name}: widths and depths are at least 1; only transformers have tokens")
         if kind == "mlp":
             return Subject(name, lambda: models.mlp(width, depth), (width,))
         return Subject(name, lambda: _transformer(width, depth), (tokens, width))
     if ":" in name and not name.startswith(("mlp:", "transformer:")):
-        return _named(name)
+        return _named(name, option)
     raise SystemExit(
-        f"--model knows no {name!r}. Choose from: {'; '.join(KNOWN)}; mlp:WIDTHxDEPTH; "
+        f"--{option} knows no {name!r}. Choose from: {'; '.join(KNOWN)}; mlp:WIDTHxDEPTH; "
         "transformer:WIDTHxDEPTH or transformer:WIDTHxDEPTHxTOKENS; or module:function of your own, "
         "which returns a model and one example, or the shape of one"
     )
@@ -79,7 +79,7 @@ def _transformer(width: int, depth: int) -> nn.Module:
     return nn.Sequential(*(models.transformer_block(width, heads, 4 * width) for _ in range(depth)))
 
 
-def _named(name: str) -> Subject:
+def _named(name: str, option: str) -> Subject:
     """A function of the user's: `module:function`, called without arguments, gives (model, an example or its shape)."""
     module, _, function = name.partition(":")
     here = str(Path.cwd())
@@ -92,12 +92,12 @@ def _named(name: str) -> Subject:
         shape = tuple(int(n) for n in (example.shape if isinstance(example, Tensor) else example))
     except Exception as error:  # of code that is the user's
         raise SystemExit(
-            f"--model {name}: {error}. It is to name a function without arguments that returns a model and one "
+            f"--{option} {name}: {error}. It is to name a function without arguments that returns a model and one "
             "example, or the shape of one, such as (3, 224, 224)."
         ) from error
     if not isinstance(model, nn.Module):
-        raise SystemExit(f"--model {name}: the first it returns is a {type(model).__name__}, not a torch.nn.Module")
+        raise SystemExit(f"--{option} {name}: the first it returns is a {type(model).__name__}, not a torch.nn.Module")
     if not any(p.requires_grad for p in model.parameters()):
-        raise SystemExit(f"--model {name}: the model has no parameters to train")
+        raise SystemExit(f"--{option} {name}: the model has no parameters to train")
     integers = example.dtype if isinstance(example, Tensor) and not example.is_floating_point() else None
     return Subject(name, lambda: made()[0], shape, integers)

@@ -24,8 +24,8 @@ from prong.lab.racing.rules import TUNING_SEED, Rules
 from prong.lab.racing.scoreboard import plot_race, race_table, ratio_table
 from prong.lab.racing.search import Trial
 from prong.lab.racing.standings import standings, summary
-from prong.lab.record import ForeignRecordError, InUseError, alone, resume, write_json
-from prong.lab.terminal import at_least, each_once, known, make_console
+from prong.lab.record import ForeignRecordError, InUseError, claimed, resume, write_json
+from prong.lab.terminal import at_least, each_once, known, make_console, positive
 
 RACERS = (
     "PRONG",
@@ -85,9 +85,8 @@ def race(
         problem.digits()
     except (FileNotFoundError, ValueError) as error:
         raise SystemExit(str(error)) from error
-    refusal = f"another process is at work on {json}. Wait until it ends, or name another file with --json."
     try:
-        with alone(json.with_name(json.name + ".lock"), InUseError(refusal)):
+        with claimed(json):
             record = run_race(rules, problem, json, workers, console)
     except (ForeignRecordError, InUseError) as error:
         raise SystemExit(str(error)) from error
@@ -101,9 +100,9 @@ def _check(rules: Rules, workers: int) -> None:
     each_once(methods=rules.methods, initialisations=rules.initialisations)
     each_once(thresholds=rules.thresholds, seeds=rules.seeds)
     at_least(1, trials=rules.trials, every=rules.every, repetitions=rules.repetitions, workers=workers)
-    for name, value in {"cap": rules.cap, "target": rules.target, "thresholds": rules.thresholds[-1]}.items():
-        if value <= 0:
-            raise SystemExit(f"--{name} must be positive, got {value}")
+    at_least(0, seeds=rules.seeds)
+    for threshold in rules.thresholds:
+        positive(cap=rules.cap, target=rules.target, thresholds=threshold)
     if TUNING_SEED in rules.seeds:
         raise SystemExit(f"seed {TUNING_SEED} is the one that settings are chosen with; take others for the runs")
 
