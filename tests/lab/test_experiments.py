@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import signal
 import subprocess
@@ -68,6 +69,17 @@ def test_processes_side_by_side_give_the_same_rows(mnist: Path, tmp_path: Path) 
     run_small(tmp_path / "two", "--jobs", "2")
     for folder in run_folders(tmp_path / "one"):
         assert_same(folder.path, tmp_path / "two" / folder.path.name)
+
+
+def test_processes_side_by_side_are_shown(
+    mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("prong.lab.experiments.showing.QUIET_SECONDS", 0.0)
+    words = ("--updates", "500", "--methods", "nesterov", "adam", "--jobs", "2", "--out", str(tmp_path / "runs"))
+    main(["run", "autoencoder", *words])
+    shown = capsys.readouterr().out
+    for name in ("nesterov-standard-seed0", "adam-standard-seed0"):
+        assert re.search(rf"{name}: update \d+ of 500, .*train squared error \d", shown)
 
 
 def test_options_reach_every_method_that_knows_them(mnist: Path) -> None:

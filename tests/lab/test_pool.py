@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from prong.lab.pool import one_thread, side_by_side
+from prong.lab.pool import one_thread, side_by_side, tell
 
 
 def describe_process(number: int) -> tuple[int, int, int]:
@@ -63,3 +64,42 @@ def test_the_number_of_threads_comes_back() -> None:
     with one_thread():
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
+
+
+def tell_of(number: int) -> int:
+    for step in range(number):
+        tell((number, step))
+    return number
+
+
+def tell_all(workers: int, on_news: Any) -> list[int]:
+    """The results of jobs that tell as often as their number says."""
+    numbers, results = {"a": 3, "b": 2000, "c": 0}, {}
+
+    def next_job(name: str) -> partial[int] | None:
+        return None if name in results else partial(tell_of, numbers[name])
+
+    side_by_side(numbers, next_job, lambda name, result: results.update({name: result}), workers, on_news=on_news)
+    return sorted(results.values())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_all_that_jobs_tell_is_heard_in_order(workers: int) -> None:
+    heard: list[tuple[int, int]] = []
+    assert tell_all(workers, heard.append) == [0, 3, 2000]
+    for number in (3, 2000):
+        assert [step for teller, step in heard if teller == number] == list(range(number))
+
+
+def test_nobody_needs_to_listen() -> None:
+    tell("nothing")
+    work(1, last=0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_who_tells_somebody_that_has_left_fails_instead_of_waiting() -> None:
+    def leave(news: Any) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        tell_all(2, leave)

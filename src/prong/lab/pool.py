@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
+from multiprocessing.connection import Connection
 from multiprocessing.resource_tracker import ensure_running
 from typing import Any, TypeVar
 
@@ -19,6 +21,19 @@ from prong.lab.interrupts import Stop
 
 Result = TypeVar("Result")
 Job = Callable[[], Result]
+LOOK = 0.2  # seconds between looks for news
+
+
+def ignored(news: Any) -> None:
+    """Nobody listens."""
+
+
+_listener: ContextVar[Callable[[Any], None]] = ContextVar("listener", default=ignored)
+
+
+def tell(news: Any) -> None:
+    """From within a job: let who waits for its result know how it goes on, in a few hundred bytes when pickled."""
+    _listener.get()(news)
 
 
 def side_by_side(
@@ -27,16 +42,18 @@ def side_by_side(
     on_result: Callable[[str, Result], None],
     workers: int = 1,
     shielded: bool = False,
+    on_news: Callable[[Any], None] = ignored,
 ) -> None:
     """Do the jobs of every name one after another, those of different names side by side.
 
     A name's next job is asked for when the result of its last one has been handed over, and names take turns. With one
     worker the jobs are done in this process, else in others, to which they must be able to travel. If they are
     `shielded`, Ctrl-C waits until a job is ready for it, as with `interrupts.Stop`: it does not break a process that is
-    only beginning, or idle. Should one of them fail, the others are asked to stop as by Ctrl-C.
+    only beginning, or idle. Should one of them fail, the others are asked to stop as by Ctrl-C. What jobs `tell`
+    meanwhile is handed to `on_news`, perhaps in another thread.
     """
     waiting, running = deque(names), dict[Future[Result], str]()
-    with _executor(workers, shielded) as executor:
+    with _executor(workers, shielded, on_news) as executor:
         while waiting or running:
             while waiting and len(running) < workers:
                 name = waiting.popleft()
@@ -73,13 +90,16 @@ def one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def _executor(workers: int, shielded: bool) -> Iterator[Executor]:
+def _executor(workers: int, shielded: bool, on_news: Callable[[Any], None]) -> Iterator[Executor]:
     if workers == 1:
-        with one_thread():
+        with one_thread(), _heard(on_news):
             yield _Here()
         return
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads, such as torch's, may hang
-    with ProcessPoolExecutor(workers, context, initializer=_prepare) as executor:
+    with (
+        _heard_from_afar(on_news) as writer,
+        ProcessPoolExecutor(workers, context, initializer=_prepare, initargs=(writer,)) as executor,
+    ):
         try:
             yield executor
         except BaseException:
@@ -88,6 +108,37 @@ def _executor(workers: int, shielded: bool) -> Iterator[Executor]:
                     Stop().pass_on()
             executor.shutdown(cancel_futures=True)
             raise
+
+
+@contextmanager
+def _heard(on_news: Callable[[Any], None]) -> Iterator[None]:
+    token = _listener.set(on_news)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+@contextmanager
+def _heard_from_afar(on_news: Callable[[Any], None]) -> Iterator[Connection[Any, Any]]:
+    """What other processes tell by: small messages, each whole without a lock, which one that is killed would keep."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    over = threading.Event()
+
+    def listen() -> None:
+        with reader:  # should listening fail, so does telling
+            while reader.poll(LOOK) or not over.is_set():
+                if reader.poll():
+                    on_news(reader.recv())
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    try:
+        yield writer
+    finally:
+        over.set()
+        thread.join()
+        writer.close()
 
 
 class _Here(Executor):
@@ -99,9 +150,10 @@ class _Here(Executor):
         return future
 
 
-def _prepare() -> None:
-    """Begin a worker: single-threaded, and not to outlive the process that wants its results."""
+def _prepare(news: Connection[Any, Any]) -> None:
+    """Begin a worker: single-threaded, heard, and not to outlive the process that wants its results."""
     _be_single()
+    _listener.set(news.send)
     leave_with_parent()
 
 

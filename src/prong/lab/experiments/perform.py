@@ -7,27 +7,23 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from prong.distributed.workers import ALONE, Workers
 from prong.lab.events import Events
 from prong.lab.experiments.common import Common
+from prong.lab.experiments.showing import Shown, in_words, told
 from prong.lab.folders import RunFolder
 from prong.lab.interrupts import Stop
 from prong.lab.jobs import Job, Row, Watch, carry_out
 from prong.lab.parallel import by_first, restarts
-from prong.lab.pool import side_by_side
+from prong.lab.pool import side_by_side, tell
 from prong.lab.record import ForeignRecordError, InUseError
 from prong.lab.terminal import make_console
-from prong.lab.training import Training
-
-QUIET_SECONDS = 10.0  # between lines, where there is no terminal
 
 
 def perform(experiment: str, jobs: Sequence[Job], options: Common, workers: Workers = ALONE) -> None:
@@ -88,32 +84,32 @@ def _check(jobs: Sequence[Job], root: Path, options: Common) -> None:
 def _outcomes(
     jobs: Sequence[Job], root: Path, options: Common, console: Console, workers: Workers
 ) -> dict[str, Mapping[str, Any]]:
-    if options.jobs is None:
-        torch.set_flush_denormal(True)  # sigmoid units make denormal numbers, which are slow
-        with Stop() as stop, Shown(console, jobs) as shown:
-            written = options.tensorboard and workers.rank == 0
-            return {job.name: _run(job, root, written, stop.is_asked, shown.watch(job), workers) for job in jobs}
-    by_name, waiting = {job.name: job for job in jobs}, {job.name for job in jobs}
+    by_name = {job.name: job for job in jobs}
     outcomes: dict[str, Mapping[str, Any]] = {}
+    with Stop() as stop, Shown(console, jobs) as shown:
 
-    def next_job(name: str) -> Callable[[], Mapping[str, Any]] | None:
-        if name not in waiting:
-            return None
-        waiting.remove(name)
-        return partial(_run_aside, by_name[name], root, options.tensorboard)
+        def keep(name: str, outcome: Mapping[str, Any]) -> None:
+            outcomes[name] = outcome
+            if workers.rank == 0:  # the others may be where they cannot see the folder
+                shown.end(name, _ending(by_name[name], outcome, root))
 
-    def keep(name: str, outcome: Mapping[str, Any]) -> None:
-        outcomes[name] = outcome
-        console.print(f"{name}: {_ending(by_name[name], outcome, root)}", highlight=False, soft_wrap=True)
+        if options.jobs is None:
+            torch.set_flush_denormal(True)  # sigmoid units make denormal numbers, which are slow
+            written = options.tensorboard and workers.rank == 0
+            for name, job in by_name.items():
+                keep(name, _run(job, root, written, stop.is_asked, told(job, shown.tell), workers))
+            return outcomes
 
-    with Stop():
-        side_by_side(by_name, next_job, keep, options.jobs, shielded=True)
+        def next_job(name: str) -> Callable[[], Mapping[str, Any]] | None:
+            return None if name in outcomes else partial(_run_aside, by_name[name], root, options.tensorboard)
+
+        side_by_side(by_name, next_job, keep, options.jobs, shielded=True, on_news=shown.tell)
     return outcomes
 
 
 def _run_aside(job: Job, root: Path, tensorboard: bool) -> Mapping[str, Any]:
     with Stop() as stop:
-        return _run(job, root, tensorboard, stop.is_asked, Watch())
+        return _run(job, root, tensorboard, stop.is_asked, told(job, tell))
 
 
 def _run(
@@ -131,54 +127,8 @@ def _run(
         return carry_out(job, folder, Watch(watch.on_update, on_row, stopped), workers=workers)
 
 
-class Shown:
-    """How runs go on, on a terminal as bars, elsewhere as a line now and then."""
-
-    def __init__(self, console: Console, jobs: Sequence[Job]) -> None:
-        self.console, self.width = console, max(len(job.name) for job in jobs)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[now]}"),
-        )
-        self.progress = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
-
-    def __enter__(self) -> Shown:
-        self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
-
-    def watch(self, job: Job) -> Watch:
-        """Who is told of a run."""
-        task = self.progress.add_task(job.name.ljust(self.width), total=job.plan.updates, now="")
-        error, said, begun = "", monotonic(), None
-
-        def on_row(row: Row, seconds: float) -> None:
-            nonlocal error
-            error = f"{_words(job.task.watched)} {row[job.task.watched]:.4g}"
-
-        def on_update(training: Training) -> None:
-            nonlocal said, begun
-            begun = begun or (training.update, training.seconds)
-            made = training.update - begun[0]
-            loss = f"loss {training.loss:.4g}" if training.update else ""
-            pace = f"{1000 * (training.seconds - begun[1]) / made:.1f} ms per update" if made else ""
-            now = ", ".join(part for part in (loss, error, pace) if part)
-            if self.console.is_terminal:
-                self.progress.update(task, completed=training.update, now=now)
-            elif monotonic() - said >= QUIET_SECONDS or training.ended:
-                said = monotonic()
-                line = f"{job.name}: update {training.update:,} of {job.plan.updates:,}, {now}"
-                self.console.print(line, highlight=False, soft_wrap=True)
-
-        return Watch(on_update, on_row)
-
-
 def _table(jobs: Sequence[Job], outcomes: Mapping[str, Mapping[str, Any]], root: Path) -> Table:
-    table = Table(title=f"{jobs[0].experiment}: {_words(jobs[0].task.watched)}")
+    table = Table(title=f"{jobs[0].experiment}: {in_words(jobs[0].task.watched)}")
     for heading in ("run", "at the start", "at the end", "updates", "seconds", "ms per update"):
         table.add_column(heading, justify="left" if heading == "run" else "right")
     for job in jobs:
@@ -195,8 +145,4 @@ def _ending(job: Job, outcome: Mapping[str, Any], root: Path) -> str:
     if outcome["failure"]:
         return str(outcome["failure"])
     last = RunFolder(root / job.name).rows()[-1]
-    return f"{_words(job.task.watched)} {last[job.task.watched]:.4g} after {outcome['updates']:,} updates"
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
+    return f"{in_words(job.task.watched)} {last[job.task.watched]:.4g} after {outcome['updates']:,} updates"
