@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from prong.lab.folders import BEFORE, CHECKPOINT, RunFolder, run_folders
-from prong.lab.jobs import Watch, carry_out
+from prong.lab.folders import BEFORE, CHECKPOINT, CLOCK, DIGEST, METRICS, RunFolder, run_folders
+from prong.lab.jobs import Job, Watch, carry_out
 from prong.lab.methods import KEYS
+from prong.lab.pool import side_by_side
 from prong.lab.record import ForeignRecordError, InUseError
 from tests.lab.killed import small_job
 
@@ -37,6 +41,22 @@ def stop_after(count: int) -> Watch:
     """A watch that says stop after so many updates."""
     left = iter(range(count - 1))
     return Watch(stopped=lambda: next(left, None) is None)
+
+
+def stop_twice(job: Job, folder: RunFolder) -> None:
+    """A run with two checkpoints: of its first two rows, and of three."""
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            carry_out(job, folder, stop_after(6))
+    assert (folder.path / BEFORE).exists() and len(folder.rows()) == 3
+
+
+def unused(folder: RunFolder, *troubles: str) -> str:
+    """What is said of the checkpoints, the newest first, that are not used."""
+    named = zip((CHECKPOINT, BEFORE), troubles, strict=False)
+    lines = [f"{folder.path / name} {trouble} and is not used\n" for name, trouble in named]
+    anew = f"{folder.path} has no checkpoint that can be used: its run begins anew\n"
+    return "".join([*lines, anew] if len(troubles) == 2 else lines)
 
 
 def test_a_run_killed_at_twenty_random_moments_ends_as_if_it_had_not_been(mnist: Path, tmp_path: Path) -> None:
@@ -87,36 +107,83 @@ def test_rows_written_after_the_last_checkpoint_are_taken_back_and_made_again(mn
 
 @pytest.mark.parametrize("damage", [b"", b"short", None])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
-    damage: bytes | None, mnist: Path, tmp_path: Path
+    damage: bytes | None, mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job, folder = small_job(mnist, "adam"), RunFolder(tmp_path / "run")
-    for stop in (6, 6):
-        with pytest.raises(KeyboardInterrupt):
-            carry_out(job, folder, stop_after(stop))
+    stop_twice(job, folder)
     newest = folder.path / CHECKPOINT
     whole = newest.read_bytes()
     newest.write_bytes(whole[:-100] + bytes(100) if damage is None else damage)
-    assert (folder.path / BEFORE).exists()
-    with pytest.warns(UserWarning, match=r"checkpoint\.pt is damaged"):
-        carry_out(job, folder)
+    carry_out(job, folder)
+    assert capsys.readouterr().err == unused(folder, "is damaged")
     carry_out(job, RunFolder(tmp_path / "whole"))
     assert_same(folder.path, tmp_path / "whole")
+
+
+def test_damaged_checkpoints_are_named_in_one_line_by_other_processes_too(
+    mnist: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job, folders = small_job(mnist, "adam"), {name: RunFolder(tmp_path / name) for name in ("one", "two")}
+    for folder in folders.values():
+        stop_twice(job, folder)
+        (folder.path / CHECKPOINT).write_bytes(b"short")
+    waiting = dict(folders)
+
+    def next_job(name: str) -> partial[object] | None:
+        return partial(carry_out, job, waiting.pop(name)) if name in waiting else None
+
+    side_by_side(folders, next_job, lambda name, outcome: None, workers=2)
+    told = capfd.readouterr().err.splitlines(keepends=True)
+    assert sorted(told) == sorted(unused(folder, "is damaged") for folder in folders.values())
 
 
 @pytest.mark.parametrize("lines", [2, 1])
-def test_a_checkpoint_of_more_rows_than_a_crash_left_is_not_used(lines: int, mnist: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_more_rows_than_a_crash_left_is_not_used(
+    lines: int, mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job, folder = small_job(mnist, "adam"), RunFolder(tmp_path / "run")
-    for stop in (6, 6):
-        with pytest.raises(KeyboardInterrupt):
-            carry_out(job, folder, stop_after(stop))
+    stop_twice(job, folder)
     rows = (folder.path / "metrics.jsonl").read_text().splitlines(keepends=True)
-    assert len(rows) == 3
     (folder.path / "metrics.jsonl").write_text("".join(rows[:lines]))
-    with pytest.warns(UserWarning, match="more rows than there are") as told:
-        carry_out(job, folder)
-    assert len(told) == (1 if lines == 2 else 2), "the one before is used if its rows are there"
+    carry_out(job, folder)
+    checkpoints = 1 if lines == 2 else 2  # the one before is used if its rows are there
+    assert capsys.readouterr().err == unused(folder, *["is of more rows than there are"] * checkpoints)
     carry_out(job, RunFolder(tmp_path / "whole"))
     assert_same(folder.path, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", [METRICS, CLOCK])
+@pytest.mark.parametrize("line", [2, 0])
+def test_a_checkpoint_of_rows_that_were_altered_since_is_not_used(
+    name: str, line: int, mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, folder = small_job(mnist, "adam"), RunFolder(tmp_path / "run")
+    stop_twice(job, folder)
+    rows = (folder.path / name).read_text().splitlines(keepends=True)
+    *most, digit, brace, end = rows[line]
+    rows[line] = "".join([*most, "2" if digit == "1" else "1", brace, end])
+    (folder.path / name).write_text("".join(rows))
+    carry_out(job, folder)
+    checkpoints = 1 if line == 2 else 2  # the one before is used if its rows are as they were
+    assert capsys.readouterr().err == unused(folder, *[f"is of other rows than {name} has"] * checkpoints)
+    carry_out(job, RunFolder(tmp_path / "whole"))
+    assert_same(folder.path, tmp_path / "whole")
+
+
+def test_a_checkpoint_that_knows_only_how_many_rows_there_were_is_used(
+    mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As they were written at first."""
+    job, folder = small_job(mnist, "adam"), RunFolder(tmp_path / "run")
+    stop_twice(job, folder)
+    path, buffer = folder.path / CHECKPOINT, io.BytesIO()
+    saved = torch.load(io.BytesIO(path.read_bytes()[DIGEST:]))
+    torch.save({"state": saved["state"], "sizes": saved["sizes"]}, buffer)
+    path.write_bytes(hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue())
+    (folder.path / BEFORE).unlink()
+    updates: list[int] = []
+    carry_out(job, folder, Watch(on_update=lambda training: updates.append(training.update)))
+    assert updates[0] == 12 and capsys.readouterr().err == ""
 
 
 def test_what_counts_on_a_file_reaches_the_disk_after_it(

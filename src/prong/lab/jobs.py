@@ -102,7 +102,7 @@ def carry_out(
     Several workers all call it, each with a watch of its own.
 
     Raises:
-        ForeignRecordError: the folder is of another configuration.
+        ForeignRecordError: the folder is of another configuration, or damaged.
         InUseError: another process is at work in it.
         KeyboardInterrupt: the watch said stop.
     """

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from types import UnionType
 from typing import IO, Any
 
 import torch
@@ -128,16 +129,32 @@ def claimed(path: Path) -> AbstractContextManager[None]:
     return alone(path.with_name(path.name + ".lock"), InUseError(refusal))
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, cure: str = "Move it away, or name another file.") -> Any:
     """What a file holds.
 
     Raises:
-        ForeignRecordError: it is not JSON.
+        ForeignRecordError: it is not JSON; the cure is what to do then.
     """
     try:
         return json.loads(path.read_text())
     except ValueError as error:
-        raise ForeignRecordError(f"{path} is not a record: {error}. Move it away, or name another file.") from error
+        raise ForeignRecordError(f"{path} is not a record: {error}. {cure}") from error
+
+
+def read_named(path: Path, kinds: Mapping[str, type | UnionType], cure: str) -> dict[str, Any]:
+    """What a file holds: values by name, those of these names of these kinds.
+
+    Raises:
+        ForeignRecordError: it holds something else; the cure is what to do then.
+    """
+    content = read_json(path, cure)
+    if not isinstance(content, dict):
+        raise ForeignRecordError(f"{path} should hold values by name, got {json.dumps(content)[:40]}. {cure}")
+    wrong = [name for name, kind in kinds.items() if name not in content or not isinstance(content[name], kind)]
+    if wrong:
+        named = ", ".join(wrong)
+        raise ForeignRecordError(f"{path} should say {', '.join(kinds)}; missing, or of no use: {named}. {cure}")
+    return content
 
 
 def resume(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
