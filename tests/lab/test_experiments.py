@@ -124,15 +124,29 @@ def test_the_sensitivity_grids_are_complete(mnist: Path) -> None:
     assert not any(job.schedule.early for job in jobs if job.part == "period")
 
 
+@pytest.mark.parametrize(
+    ("words", "updates", "measured"),
+    [((), 10_000, 100), (("--quick",), 300, 20), (("--quick", "--updates", "10000"), 10_000, 20)],
+)
+def test_a_quick_run_is_small_but_for_what_is_given(
+    words: tuple[str, ...], updates: int, measured: int, mnist: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Job] = []
+    monkeypatch.setattr(autoencoder, "perform", lambda name, jobs, options: made.extend(jobs))
+    main(["run", "autoencoder", *words])
+    assert {(job.plan.updates, job.plan.evaluations) for job in made} == {(updates, measured)}
+
+
 def test_a_quick_look_at_sensitivity_keeps_the_values_that_are_given(mnist: Path) -> None:
     def tried(**given: Any) -> list[set[float]]:
-        jobs = sensitivity.jobs(sensitivity.Options(quick=True, **given))
+        jobs = sensitivity.jobs(sensitivity.Options.small(**given))
         grid = [job.settings for job in jobs if job.part == "eps"]
         periods = {job.schedule.period for job in jobs if job.part == "period"}
         return [{settings["eps"] for settings in grid}, {settings["lr"] for settings in grid}, periods]
 
     assert tried() == [{1.0, 0.1}, {1e-3, 3e-4}, {100, 1000}]
     assert tried(lrs=(0.5,), periods=(10,)) == [{1.0, 0.1}, {0.5}, {10}]
+    assert tried(eps=sensitivity.Options().eps)[0] == {1.0, 1e-1, 1e-2, 1e-3}, "as many as usual, if somebody says so"
     assert tried(eps=(1.0, 2.0, 3.0)) == [{1.0, 2.0, 3.0}, {1e-3, 3e-4}, {100, 1000}]
 
 
@@ -182,9 +196,13 @@ def test_rows_go_to_tensorboard_too(mnist: Path, tmp_path: Path) -> None:
         (("autoencoder", "--samples", "1"), "--samples is at least 2, got 1"),
         (("autoencoder", "--evaluated", "0"), "--evaluated is at least 1, got 0"),
         (("autoencoder", "--lr", "-1"), "lr is positive and finite, got -1"),
-        (("autoencoder", "--momentum", "-1"), "momentum is not negative and finite, got -1"),
+        (("autoencoder", "--momentum", "-1"), "momentum is at least 0 and less than 1, got -1"),
         (("conditioning", "--eps", "0"), "eps is positive and finite, got 0"),
         (("sensitivity", "--lrs", "0.1", "nan"), "lr is positive and finite, got nan"),
+        (("autoencoder", "--momentum", "1"), "momentum is at least 0 and less than 1, got 1"),
+        (("autoencoder", "--decay", "1.5"), "decay is at least 0 and less than 1, got 1.5"),
+        (("autoencoder", "--regulariser", "0"), "regulariser is positive and finite, got 0"),
+        (("autoencoder", "--warm-up", "-1"), "--warm-up is at least 0, got -1"),
         (("sensitivity", "--parts"), "--parts are one or more, each once; got none"),
         (("sensitivity", "--lrs", "0.1", "0.1"), "--lrs are one or more, each once; got 0.1, 0.1"),
     ],

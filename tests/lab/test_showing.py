@@ -23,9 +23,9 @@ def training(update: int, seconds: float = 0.0) -> Any:
     return SimpleNamespace(update=update, seconds=seconds, loss=0.5)
 
 
-def screen(terminal: bool) -> tuple[Console, StringIO]:
+def screen(terminal: bool, width: int = 120) -> tuple[Console, StringIO]:
     file = StringIO()
-    return Console(file=file, force_terminal=terminal, width=120, no_color=True), file
+    return Console(file=file, force_terminal=terminal, width=width, no_color=True), file
 
 
 def test_on_a_terminal_runs_have_bars_that_make_room_for_their_end() -> None:
@@ -70,3 +70,11 @@ def test_what_is_told_is_the_loss_the_error_and_the_pace_since_a_run_went_on(mon
     assert [news.update for news in heard] == [50, 52], "not more often than somebody could look"
     assert heard[0].words == "loss 0.5, train error 7"
     assert heard[1].words == "loss 0.5, train error 7, 100.0 ms per update"
+
+
+def test_on_a_narrow_terminal_words_are_cut_before_names_and_counts() -> None:
+    console, file = screen(terminal=True, width=60)
+    with Shown(console, [job("prong-balanced-whitened-seed0", 10_000)]) as shown:
+        shown.tell(News("prong-balanced-whitened-seed0", 40, "loss 0.5, train error 7, 100.0 ms per update"))
+        shown._progress.refresh()
+    assert "prong-balanced-whitened-seed0" in file.getvalue() and "40/10000" in file.getvalue()

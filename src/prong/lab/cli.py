@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import inspect
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, get_type_hints
 
 from prong.lab.experiments.catalogue import CATALOGUE
 
@@ -30,7 +30,6 @@ LIBRARIES = (  # of the lab extra
     "sqlalchemy",
     "tyro",
 )
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, no more of one's share, a limit on files
 
 
 @dataclass(frozen=True)
@@ -249,6 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("Stopped.", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
     except OSError as error:
+        from prong.lab.terminal import NO_ROOM
+
         if error.errno not in NO_ROOM:
             raise
         raise SystemExit(
@@ -270,13 +271,22 @@ def _run(words: list[str]) -> None:
         called += f" {words[0]}"
         found = found.members[words.pop(0)]  # type: ignore[assignment]
     if isinstance(found, Command):
+        from prong.lab.terminal import plain_warnings
+
+        plain_warnings()
         function = found.load()
-        tyro.cli(function, prog=called, args=words, description=_description(found, function))
+        tyro.cli(_quick(function, words), prog=called, args=words, description=_description(found, function))
     else:  # help, or no such command: tyro says it, from summaries alone
         members = {name: _placeholder(member.summary) for name, member in found.members.items()}
         tyro.extras.subcommand_cli_from_dict(
             members, prog=called, args=words, description=_description(found), sort_subcommands=False
         )
+
+
+def _quick(function: Callable[..., Any], words: list[str]) -> Callable[..., Any]:
+    """With --quick, an experiment's options have the defaults of its small version; what is given stays as given."""
+    options = get_type_hints(function).get("options")
+    return partial(function, options=options.small()) if options is not None and "--quick" in words else function
 
 
 def _description(found: Command | Group, function: Callable[..., Any] | None = None) -> str:

@@ -5,6 +5,7 @@ A new one is an entry in `_ALL`, and nothing else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -186,6 +187,17 @@ def _muon(model: nn.Module, settings: Settings, schedule: Schedule) -> Trains:
     decay = settings.get("weight_decay", 0.0)
     muon = torch.optim.Muon(matrices, lr=settings["lr"], weight_decay=decay)
     return Together(muon, torch.optim.Adam(rest, settings["lr"], weight_decay=decay)) if rest else muon
+
+
+def trouble(name: str, value: float) -> str | None:
+    """What is wrong with a setting, in a sentence; None if nothing is."""
+    if name in ("lr", "eps", "regulariser"):
+        good, wanted = 0 < value < math.inf, "positive and finite"
+    elif name in ("momentum", "decay"):
+        good, wanted = 0 <= value < 1, "at least 0 and less than 1"
+    else:
+        good, wanted = 0 <= value < math.inf, "not negative and finite"
+    return None if good else f"{name} is {wanted}, got {value:g}"
 
 
 DAMPED = ("lr", "eps")

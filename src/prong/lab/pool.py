@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from prong.lab.interrupts import Stop
+from prong.lab.terminal import plain_warnings
 
 Result = TypeVar("Result")
 Job = Callable[[], Result]
@@ -153,6 +154,7 @@ class _Here(Executor):
 def _prepare(news: Connection[Any, Any]) -> None:
     """Begin a worker: single-threaded, heard, and not to outlive the process that wants its results."""
     _be_single()
+    plain_warnings()
     _listener.set(news.send)
     leave_with_parent()
 

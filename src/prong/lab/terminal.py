@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +13,18 @@ from tempfile import TemporaryFile
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, no more of one's share, a limit on files
+
 
 def make_console(quiet: bool = False) -> Console:
     """Standard output, wide enough for tables where it is no terminal; or nothing at all."""
     console = Console(quiet=quiet)
     return console if console.is_terminal else Console(width=160, quiet=quiet)
+
+
+def plain_warnings() -> None:
+    """From now on warnings are sentences, without the place in the code that nobody who runs a command asked for."""
+    warnings.formatwarning = lambda message, *where: f"{message}\n"
 
 
 @contextmanager

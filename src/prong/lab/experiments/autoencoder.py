@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, ClassVar
 
 from prong.lab.experiments.common import Common, Flat, Start, Tuned, given, make_job, source_of
 from prong.lab.experiments.perform import perform
@@ -16,8 +17,6 @@ from prong.lab.terminal import at_least
 from prong.lab.training import Anneal, Plan
 
 NAME = "autoencoder"
-QUICK_UPDATES = 300
-QUICK_METHODS = ("nesterov", "adam", "batchnorm", "prong-balanced", "prong-bn")
 # Chosen by `prong bench race` (results/race.json; prong+ and muon: race-again.json), eight trials for each method and
 # start, by how few updates they took to an error of 7; sgd as nesterov. The best of prong's failed with two of three
 # seeds, so this is the next one; whitened-adam and kfac-like took no part: theirs are guesses.
@@ -63,6 +62,12 @@ class Options(Common):
         code_activation: sigmoid code units, as the paper says, instead of linear ones, as in the works it follows.
     """
 
+    QUICK: ClassVar[Mapping[str, Any]] = {
+        "methods": ("nesterov", "adam", "batchnorm", "prong-balanced", "prong-bn"),
+        "updates": 300,
+        "evaluations": 20,
+        "samples": 4000,
+    }
     updates: int = 10_000
     batch: int = 128
     lr: float | None = None
@@ -93,16 +98,21 @@ def jobs(options: Options) -> list[Job]:
     make = partial(autoencoder, code_activation=options.code_activation) if options.code_activation else autoencoder
     task = Reconstruction(make, options.data)
     source_of(task)
-    updates = min(options.updates, QUICK_UPDATES) if options.quick else options.updates
-    evaluations = min(options.evaluations, 20) if options.quick else options.evaluations
-    samples = min(options.samples, 4000) if options.quick else options.samples
-    schedule = Schedule(options.period, samples)
+    schedule = Schedule(options.period, options.samples)
     settings = ("lr", "momentum", "eps", "decay", "regulariser", "weight_decay")
     changes = given(**{name: getattr(options, name) for name in settings})
     made = []
     for seed in range(options.seeds):
-        plan = Plan(updates, seed, options.batch, options.warm_up, evaluations, options.evaluated, options.anneal)
-        for key in options.chosen(QUICK_METHODS if options.quick else tuple(TUNED)):
+        plan = Plan(
+            options.updates,
+            seed,
+            options.batch,
+            options.warm_up,
+            options.evaluations,
+            options.evaluated,
+            options.anneal,
+        )
+        for key in options.chosen(tuple(TUNED)):
             tuned = TUNED.get(key, Tuned({}))
             job = make_job(NAME, task, key, tuned, schedule, plan, changes, options.start)
             made.append(replace(job, model="sigmoid code" if options.code_activation else ""))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from prong.lab.experiments.common import Common, Flat, Start, Tuned, given, make_job, source_of
+from prong.lab.experiments.common import Common, Flat, Start, Tuned, at_most, given, make_job, source_of
 from prong.lab.experiments.perform import perform
 from prong.lab.jobs import Job
 from prong.lab.methods import KEYS, Schedule
@@ -15,7 +16,6 @@ from prong.lab.training import Anneal, Plan
 from prong.precision import has_bfloat16
 
 NAME = "cifar10"
-QUICK_METHODS = ("nesterov", "batchnorm", "prong-bn")
 FIT = tuple(key for key in KEYS if key != "muon")  # torch's takes matrices, and this net has none
 # Guesses, until a sweep is recorded.
 TUNED: Mapping[str, Tuned] = {
@@ -36,6 +36,7 @@ class Options(Common):
 
     Attributes:
         epochs: of every run, over 45,000 pictures.
+        updates: of every run, at most; by default all of its epochs'.
         batch: examples per update.
         lr: learning rate of all methods; by default each has its own.
         momentum: of those that have it.
@@ -53,7 +54,14 @@ class Options(Common):
         channels_last: the layout of pictures in memory.
     """
 
+    QUICK: ClassVar[Mapping[str, Any]] = {
+        "methods": ("nesterov", "batchnorm", "prong-bn"),
+        "updates": 60,
+        "every": 20,
+        "evaluated": 500,
+    }
     epochs: int = 30
+    updates: int | None = None
     batch: int = 128
     lr: float | None = None
     momentum: float | None = None
@@ -79,11 +87,10 @@ def jobs(options: Options) -> list[Job]:
     """The runs."""
     options.check()
     at_least(1, epochs=options.epochs, batch=options.batch, period=options.period, every=options.every)
+    at_least(1, updates=1 if options.updates is None else options.updates)
     task = Classification(folder=options.data, channels_last=options.channels_last)
     source_of(task)
-    per_epoch = task.count // options.batch
-    updates = 60 if options.quick else options.epochs * per_epoch
-    evaluations = 3 if options.quick else max(1, round(updates / options.every))
+    updates = at_most(options.updates, options.epochs * (task.count // options.batch))
     schedule = Schedule(options.period, options.samples)
     changes = given(lr=options.lr, momentum=options.momentum, eps=options.eps, weight_decay=options.weight_decay)
     bf16 = has_bfloat16() if options.bf16 is None else options.bf16
@@ -94,12 +101,12 @@ def jobs(options: Options) -> list[Job]:
             seed,
             options.batch,
             options.warm_up,
-            evaluations,
-            500 if options.quick else options.evaluated,
+            max(1, round(updates / options.every)),
+            options.evaluated,
             options.anneal,
             bf16=bf16,
         )
-        for key in options.chosen(QUICK_METHODS if options.quick else tuple(TUNED), FIT):
+        for key in options.chosen(tuple(TUNED), FIT):
             tuned = TUNED.get(key, Tuned({}))
             made.append(make_job(NAME, task, key, tuned, schedule, plan, changes, options.start))
     return made

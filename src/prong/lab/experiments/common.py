@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import tyro
 
 from prong.lab.contestants import Contestant, Initialisation
 from prong.lab.jobs import Job
-from prong.lab.methods import DAMPED, KEYS, Schedule, Settings
+from prong.lab.methods import KEYS, Schedule, Settings, trouble
 from prong.lab.tasks.base import Task
 from prong.lab.terminal import at_least
 from prong.lab.training import Plan
@@ -22,10 +21,12 @@ from prong.lab.training import Plan
 class Common:
     """Options of every experiment.
 
+    QUICK has what `--quick` makes of some of them; whoever gives one of these gets what was given.
+
     Attributes:
         methods: who takes part; without, those of the experiment.
         seeds: how many: 0, 1, ...
-        quick: a small version of it, to look at.
+        quick: a small version of it, to look at; other options then have other defaults.
         out: folder of the runs, each in one of its own; by default runs/NAME, or runs/NAME-quick.
         data: folder of the data; by default the one that PRONG_DATA names.
         jobs: processes that make runs side by side, with one thread each; by default one, with all threads.
@@ -33,6 +34,7 @@ class Common:
         tensorboard: write events for TensorBoard too, into each run's folder.
     """
 
+    QUICK: ClassVar[Mapping[str, Any]] = {}
     methods: tuple[str, ...] = ()
     seeds: int = 1
     quick: bool = False
@@ -41,6 +43,11 @@ class Common:
     jobs: int | None = None
     resume: bool = True
     tensorboard: bool = False
+
+    @classmethod
+    def small(cls, **given: Any) -> Self:
+        """Those of `--quick`, but for what is given."""
+        return cls(**{"quick": True, **cls.QUICK, **given})
 
     def folder(self, experiment: str) -> Path:
         """Where the runs go."""
@@ -118,21 +125,28 @@ def make_job(
     if initialisation == "whitened":
         settings.setdefault("eps", 1e-2)
     settings = {name: value for name, value in settings.items() if name in known}
-    _check(task, settings, schedule, plan)
-    contestant = Contestant(method.name, initialisation)
     folder = name or f"{key}-{initialisation}-seed{plan.seed}"
-    return Job(experiment, folder, task, contestant, settings, schedule, plan, part)
+    job = Job(experiment, folder, task, Contestant(method.name, initialisation), settings, schedule, plan, part)
+    check_job(job)
+    return job
 
 
-def _check(task: Task, settings: Settings, schedule: Schedule, plan: Plan) -> None:
+def check_job(job: Job) -> None:
+    """Leave with one line if a run could not begin."""
+    plan = job.plan
     at_least(1, batch=plan.batch, evaluated=plan.evaluated)
-    at_least(2, samples=schedule.samples)
-    if plan.batch > task.count:
-        raise SystemExit(f"--batch is at most the {task.count} examples that are trained on, got {plan.batch}")
-    for name, value in settings.items():
-        good, wanted = (value > 0, "positive") if name in DAMPED else (value >= 0, "not negative")
-        if not (good and math.isfinite(value)):
-            raise SystemExit(f"{name} is {wanted} and finite, got {value:g}")
+    at_least(0, seed=plan.seed, warm_up=plan.warm_up)
+    at_least(2, samples=job.schedule.samples)
+    if plan.batch > job.task.count:
+        raise SystemExit(f"--batch is at most the {job.task.count} examples that are trained on, got {plan.batch}")
+    for name, value in job.settings.items():
+        if (wrong := trouble(name, value)) is not None:
+            raise SystemExit(wrong)
+
+
+def at_most(bound: int | None, number: int) -> int:
+    """The number, or the bound if there is one and it is smaller."""
+    return number if bound is None else min(bound, number)
 
 
 def given(**settings: float | None) -> Settings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from prong.lab.experiments.common import Common, Flat, Tuned, given, make_job, source_of
 from prong.lab.experiments.perform import perform
@@ -41,6 +42,7 @@ class Options(Common):
         examples: digits over which it is measured.
     """
 
+    QUICK: ClassVar[Mapping[str, Any]] = {"width": 16, "updates": 200}
     width: int = 32
     updates: int = 1000
     batch: int = 128
@@ -63,15 +65,13 @@ def jobs(options: Options) -> list[Job]:
     options.check()
     counts = {"width": options.width, "updates": options.updates, "evaluations": options.evaluations}
     at_least(1, **counts, examples=options.examples, period=options.period)
-    width = min(options.width, 16) if options.quick else options.width
-    updates = min(options.updates, 200) if options.quick else options.updates
-    task = SmallDigits(width, options.samples, options.eps, options.data)
+    task = SmallDigits(options.width, options.samples, options.eps, options.data)
     source_of(task)
     changes = given(lr=options.lr, momentum=options.momentum, eps=options.eps)
     schedule = Schedule(options.period, options.samples)
     made = []
     for seed in range(options.seeds):
-        plan = Plan(updates, seed, options.batch, 0, options.evaluations, options.examples, "constant")
+        plan = Plan(options.updates, seed, options.batch, 0, options.evaluations, options.examples, "constant")
         for key in options.chosen(tuple(TUNED), [k for k, method in KEYS.items() if not method.batch_norm]):
             made.append(make_job(NAME, task, key, TUNED.get(key, Tuned({})), schedule, plan, changes))
     return made

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, ClassVar
 
-from prong.lab.experiments.common import Common, Flat, Start, Tuned, given, make_job, source_of
+from prong.lab.experiments.common import Common, Flat, Start, Tuned, at_most, given, make_job, source_of
 from prong.lab.experiments.perform import perform
 from prong.lab.inception import inception
 from prong.lab.jobs import Job
@@ -19,8 +20,6 @@ from prong.precision import has_bfloat16
 
 NAME = "imagenet"
 SMALLEST = 32  # pixels, which five halvings make one
-QUICK_METHODS = ("nesterov", "batchnorm", "prong+")
-QUICK_SIZE = 64
 # Rates and dampings of the paper's grid; which of them it chose it does not say.
 TUNED: Mapping[str, Tuned] = {
     "nesterov": Tuned({"lr": 0.01}),
@@ -40,6 +39,7 @@ class Options(Common):
 
     Attributes:
         epochs: of every run, over all training photographs.
+        updates: of every run, at most; by default all of its epochs'.
         batch: photographs per update.
         size: pixels per side that the net is shown.
         held_out: training photographs of every class that are for validation; 0 to use those in val.
@@ -66,7 +66,15 @@ class Options(Common):
         timeout: seconds that workers wait for each other before they give up and count as dead.
     """
 
+    QUICK: ClassVar[Mapping[str, Any]] = {
+        "methods": ("nesterov", "batchnorm", "prong+"),
+        "updates": 20,
+        "batch": 32,
+        "size": 64,
+        "evaluated": 100,
+    }
     epochs: int = 30
+    updates: int | None = None
     batch: int = 256
     size: int = SIZE
     held_out: int = 25
@@ -104,6 +112,7 @@ def jobs(options: Options) -> list[Job]:
     """The runs."""
     options.check()
     at_least(1, epochs=options.epochs, batch=options.batch, period=options.period)
+    at_least(1, updates=1 if options.updates is None else options.updates)
     at_least(1, workers=options.workers, checkpoints=options.checkpoints, timeout=options.timeout)
     at_least(0, held_out=options.held_out, readers=options.readers, patience=options.patience)
     at_least(0, restarts=options.restarts)
@@ -113,35 +122,35 @@ def jobs(options: Options) -> list[Job]:
     task = Photographs(
         inception,
         options.data,
-        min(options.size, QUICK_SIZE) if options.quick else options.size,
+        options.size,
         options.held_out,
         options.readers,
         options.unreadable,
         options.channels_last,
     )
     source_of(task)
-    batch = min(options.batch, 32) if options.quick else options.batch
-    workers = count(options.workers)
-    if batch % workers:
-        raise SystemExit(f"--batch is split evenly over {workers} workers, got {batch}")
+    workers, per_epoch = count(options.workers), task.count // options.batch
+    if options.batch % workers:
+        raise SystemExit(f"--batch is split evenly over {workers} workers, got {options.batch}")
     if workers > 1 and options.jobs is not None:
         raise SystemExit("--jobs makes runs side by side, several workers make each together: choose one of them")
-    samples = options.samples or max(1, round(0.1 * options.period)) * batch
+    samples = options.samples or max(1, round(0.1 * options.period)) * options.batch
+    updates = at_most(options.updates, options.epochs * per_epoch)
     changes = given(lr=options.lr, momentum=options.momentum, eps=options.eps, weight_decay=options.weight_decay)
     made = []
     for seed in range(options.seeds):
         plan = Plan(
-            20 if options.quick else options.epochs * (task.count // batch),
+            updates,
             seed,
-            batch,
+            options.batch,
             options.warm_up,
-            2 if options.quick else options.epochs,
-            100 if options.quick else options.evaluated,
+            max(2, updates // max(1, per_epoch)),
+            options.evaluated,
             options.anneal,
             bf16=has_bfloat16() if options.bf16 is None else options.bf16,
             patience=options.patience,
         )
-        for key in options.chosen(QUICK_METHODS if options.quick else tuple(TUNED)):
+        for key in options.chosen(tuple(TUNED)):
             tuned = TUNED.get(key, Tuned({}))
             schedule = Schedule(options.period, samples)
             job = make_job(NAME, task, key, tuned, schedule, plan, changes, options.start)

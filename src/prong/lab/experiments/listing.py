@@ -20,7 +20,7 @@ def main() -> None:
     table = Table(caption="Time: of the command without options, guessed from the speed of matrix products here.")
     table.add_column("experiment", no_wrap=True)
     for heading in ("figure of the paper", "claim", "time here"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for entry in CATALOGUE:
         table.add_row(f"[bold]{entry.name}[/bold]", entry.figure, entry.claim, duration(entry.teraflops / speed))
         table.add_section()

@@ -23,7 +23,7 @@ from prong.lab.jobs import Job, Row, Watch, carry_out
 from prong.lab.parallel import by_first, restarts
 from prong.lab.pool import side_by_side, tell
 from prong.lab.record import ForeignRecordError, InUseError
-from prong.lab.terminal import make_console
+from prong.lab.terminal import NO_ROOM, make_console
 
 
 def perform(experiment: str, jobs: Sequence[Job], options: Common, workers: Workers = ALONE) -> None:
@@ -38,16 +38,18 @@ def perform(experiment: str, jobs: Sequence[Job], options: Common, workers: Work
     try:
         _agree([job.config() for job in jobs], workers)
         by_first(workers, lambda: _check(jobs, root, options))
-        console.print(f"{jobs[0].task.source}; {len(jobs)} runs in {root}", highlight=False, soft_wrap=True)
+        runs = f"{len(jobs)} run{'s' * (len(jobs) > 1)}"
+        console.print(f"{jobs[0].task.source}; {runs} in {root}", highlight=False, soft_wrap=True)
         outcomes = _outcomes(jobs, root, options, console, workers)
     except (ForeignRecordError, InUseError) as error:
         raise SystemExit(str(error)) from error
     except OSError as error:
         if error.errno is None:  # our own, of photographs that cannot be read
             raise SystemExit(str(error)) from error
-        where = error.filename or root
-        again = " The same command goes on from here." if root.is_dir() else ""
-        raise SystemExit(f"{where} cannot be read or written: {error.strerror}.{again}") from error
+        cure = (
+            "Make room, and the same command goes on" if error.errno in NO_ROOM else "Mend that, or name another --out"
+        )
+        raise SystemExit(f"{error.filename or root} cannot be read or written: {error.strerror}. {cure}.") from error
     except BrokenProcessPool as error:
         raise SystemExit("stopped: a process died, perhaps for want of memory. The same command goes on.") from error
     except KeyboardInterrupt:
@@ -130,14 +132,16 @@ def _run(
 def _table(jobs: Sequence[Job], outcomes: Mapping[str, Mapping[str, Any]], root: Path) -> Table:
     table = Table(title=f"{jobs[0].experiment}: {in_words(jobs[0].task.watched)}")
     for heading in ("run", "at the start", "at the end", "updates", "seconds", "ms per update"):
-        table.add_column(heading, justify="left" if heading == "run" else "right")
+        table.add_column(heading, justify="left" if heading == "run" else "right", overflow="fold")
     for job in jobs:
         rows, outcome = RunFolder(root / job.name).rows(), outcomes[job.name]
         errors = [f"{row[job.task.watched]:.4g}" for row in (rows[:1] + rows[-1:])] or ["-", "-"]
         errors[-1] = "failed" if outcome["failure"] else errors[-1]
-        seconds, updates = outcome["seconds"], outcome["updates"]
-        pace = f"{1000 * seconds / updates:.1f}" if updates else "-"
-        table.add_row(job.name, *errors, f"{updates:,}", f"{seconds:.1f}", pace)
+        pace = "-"
+        if len(rows) > 1:  # before the first update comes the initialisation
+            first, last = rows[0], rows[-1]
+            pace = f"{1000 * (last['seconds'] - first['seconds']) / (last['update'] - first['update']):.1f}"
+        table.add_row(job.name, *errors, f"{outcome['updates']:,}", f"{outcome['seconds']:.1f}", pace)
     return table
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from prong.lab.contestants import Initialisation
 from prong.lab.experiments.autoencoder import TUNED
@@ -18,7 +19,6 @@ from prong.lab.training import Plan
 
 NAME = "sensitivity"
 Part = Literal["eps", "period"]
-QUICK = {"eps": (1.0, 1e-1), "lrs": (1e-3, 3e-4), "periods": (100, 1000)}
 STARTS: tuple[Initialisation, ...] = ("whitened", "standard")
 
 
@@ -43,6 +43,13 @@ class Options(Common):
         evaluated: on how many digits of each set.
     """
 
+    QUICK: ClassVar[Mapping[str, Any]] = {
+        "updates": 60,
+        "evaluations": 6,
+        "eps": (1.0, 1e-1),
+        "lrs": (1e-3, 3e-4),
+        "periods": (100, 1000),
+    }
     parts: tuple[Part, ...] = get_args(Part)
     updates: int = 5000
     batch: int = 128
@@ -54,11 +61,6 @@ class Options(Common):
     damping: float | None = None
     evaluations: int = 50
     evaluated: int = 1000
-
-    def grid(self, name: str) -> tuple[Any, ...]:
-        """The values that are tried; a quick look has fewer, unless somebody named them."""
-        given: tuple[Any, ...] = getattr(self, name)
-        return QUICK[name] if self.quick and given == getattr(Options, name) else given
 
 
 def main(options: Flat[Options]) -> None:
@@ -73,23 +75,21 @@ def jobs(options: Options) -> list[Job]:
     each_once(parts=options.parts, eps=options.eps, lrs=options.lrs, periods=options.periods)
     task = Reconstruction(autoencoder, options.data)
     source_of(task)
-    updates = min(options.updates, 60) if options.quick else options.updates
-    evaluations = min(options.evaluations, 6) if options.quick else options.evaluations
     made = []
     for seed in range(options.seeds):
-        plan = Plan(updates, seed, options.batch, 50, evaluations, options.evaluated, "constant")
+        plan = Plan(options.updates, seed, options.batch, 50, options.evaluations, options.evaluated, "constant")
         for key in options.chosen(("prong",), [key for key in TUNED if key.startswith("prong")]):
             tuned = TUNED[key]
             if "eps" in options.parts:
-                for eps in options.grid("eps"):
-                    for lr in options.grid("lrs"):
+                for eps in options.eps:
+                    for lr in options.lrs:
                         name = f"{key}-eps{eps:g}-lr{lr:g}-seed{seed}"
                         own = Tuned({"lr": lr, "eps": eps}, "whitened")
                         made.append(make_job(NAME, task, key, own, Schedule(), plan, {}, part="eps", name=name))
             if "period" in options.parts:
                 lr, damping = options.lr or tuned.settings["lr"], options.damping or tuned.settings["eps"]
                 for start in STARTS:
-                    for period in options.grid("periods"):
+                    for period in options.periods:
                         samples = min(options.samples, period * options.batch)
                         schedule = Schedule(period, samples, early=False)
                         name = f"{key}-T{period}-{start}-seed{seed}"

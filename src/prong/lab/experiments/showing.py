@@ -10,11 +10,13 @@ from time import monotonic
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from prong.lab.jobs import Job, Row, Watch
 from prong.lab.training import Training
 
 BARS_SECONDS = 0.2  # between two looks at a run
+WIDE = 120  # columns of a terminal that has room for bars
 QUIET_SECONDS = 10.0  # between lines of a run, where there is no terminal
 
 
@@ -54,13 +56,15 @@ class Shown:
     def __init__(self, console: Console, jobs: Sequence[Job]) -> None:
         self._console = console
         self._updates, self._width = {job.name: job.plan.updates for job in jobs}, max(len(job.name) for job in jobs)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[now]}"),
+        counts = 2 * max(len(str(job.plan.updates)) for job in jobs) + 1
+        columns = (  # on a narrow terminal words are cut first: names and counts keep their room
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=self._width)),
+            *([BarColumn()] if console.width >= WIDE else []),
+            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=counts)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=len("0:00:00"))),
+            TextColumn("{task.fields[now]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
         )
-        self._progress = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
         self._bars: dict[str, TaskID] = {}
         self._said: dict[str, float] = {}
         self._ended: set[str] = set()
