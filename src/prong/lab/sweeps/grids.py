@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -17,8 +18,7 @@ from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial
 
 from prong.lab.contestants import Initialisation
-from prong.lab.methods import KEYS
-from prong.lab.record import read_json
+from prong.lab.methods import KEYS, trouble
 
 Value = float | str
 Point = dict[str, Value]
@@ -83,12 +83,14 @@ def read_spaces(path: Path, methods: Sequence[str], chosen: bool) -> dict[str, S
         ValueError: it cannot be read, or is no such file; the message says what to do.
     """
     try:
-        content = read_json(path)
+        content = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"--grid {path} cannot be read: {error.strerror}. It is `paper` or a JSON file.") from error
+    except ValueError as error:
+        raise ValueError(f"--grid {path} is not JSON: {error}") from error
     if not isinstance(content, dict) or not content:
         raise ValueError(f'{path} is no grid: it should look like {{"lr": [0.1, 0.01], "batch": [64, 128]}}')
-    named = [name for name in content if name in KEYS]
+    named = [name for name, given in content.items() if name in KEYS or _is_space(given)]
     if not named:
         return {method: parse_space(content, method, f"{path}") for method in methods}
     strange = [name for name in content if name not in KEYS]
@@ -99,6 +101,11 @@ def read_spaces(path: Path, methods: Sequence[str], chosen: bool) -> dict[str, S
     if missing:
         raise ValueError(f"{path} has no grid for {', '.join(missing)}; it has: {', '.join(named)}")
     return {method: parse_space(content[method], method, f"{path}, {method}") for method in methods}
+
+
+def _is_space(given: Any) -> bool:
+    """Whether this is what a method has in a file, and not a setting."""
+    return isinstance(given, dict) and not {"low", "high", "log"} & given.keys()
 
 
 def parse_space(content: Any, method: str, where: str) -> Space:
@@ -140,10 +147,11 @@ def _check_values(name: str, values: Iterable[Any], where: str) -> None:
         elif name in COUNTS:
             good, wanted = type(value) is int and value > 0, "a positive whole number"
         else:
-            good = type(value) in (int, float) and math.isfinite(value) and value >= 0
-            wanted = "a number that is not negative"
+            good, wanted = type(value) in (int, float), "a number"
         if not good:
             raise ValueError(f"{where} takes {wanted}, got {value!r}")
+        if type(value) is not str and name not in COUNTS and (wrong := trouble(name, value)) is not None:
+            raise ValueError(f"{where.removesuffix(f': {name}')}: {wrong}")
 
 
 @dataclass(frozen=True)
@@ -175,6 +183,12 @@ class Search:
     def size(self) -> int:
         """How many points a grid has."""
         return math.prod(len(axis) for axis in self.space.values() if not isinstance(axis, Range))
+
+    def alone(self) -> Iterator[Point]:
+        """Each value that a setting may have by itself; of a range its ends."""
+        for name, axis in self.space.items():
+            for value in (axis.low, axis.high) if isinstance(axis, Range) else axis:
+                yield {name: value}
 
     @property
     def budget(self) -> int:

@@ -14,7 +14,7 @@ import tyro
 from optuna.exceptions import StorageInternalError
 from rich.console import Console
 
-from prong.lab.experiments.common import can_take_part
+from prong.lab.experiments.common import can_take_part, check_job
 from prong.lab.record import ForeignRecordError, InUseError, resume, write_json
 from prong.lab.sweeps.board import Board, beating
 from prong.lab.sweeps.grids import Search, paper_space, read_spaces
@@ -22,7 +22,7 @@ from prong.lab.sweeps.report import method_entry, shown_progress, table
 from prong.lab.sweeps.storages import StorageError, open_database, open_journal, sole_user
 from prong.lab.sweeps.sweepable import SWEEPABLE
 from prong.lab.sweeps.sweeping import Keep, Sweep, carry_on
-from prong.lab.terminal import announce, at_least, make_console, writable
+from prong.lab.terminal import announce, at_least, make_console, positive, writable
 
 
 def sweep(
@@ -62,8 +62,7 @@ def sweep(
     if name not in SWEEPABLE:
         raise SystemExit(f"no experiment {name!r} to sweep. Choose from: {'; '.join(SWEEPABLE)}")
     at_least(1, updates=updates, jobs=jobs, trials=[] if trials is None else trials)
-    if grace <= 0:
-        raise SystemExit(f"--grace must be positive, got {grace}")
+    positive(grace=grace)
     out = Path("runs/sweep", name) if out is None else out
     path = out / "sweep.json" if json is None else json
     console = make_console()
@@ -73,7 +72,9 @@ def sweep(
         searches = searches_of(name, grid, methods or experiment.methods, bool(methods), trials, seed)
         can_take_part(searches, experiment.fit)  # a grid may name others
         wanted = Sweep(name, experiment, searches, updates, seed)
-        wanted.config()  # reads the data too, which may be missing
+        for method, search in searches.items():
+            for point in search.alone():
+                check_job(wanted.job(method, point))  # which reads the data too: it may be missing
     except (ValueError, FileNotFoundError) as error:
         raise SystemExit(str(error)) from error
     try:
@@ -148,3 +149,7 @@ def run_sweep(
             carry_on(wanted, boards, out / "runs", jobs, keep, on_change)
     console.print(table(record["methods"], wanted.measure))
     announce(console, record=path)
+    for method, entry in record["methods"].items():
+        if entry["chosen"] is None:
+            failures = [trial["failure"] for trial in entry["trials"]]
+            raise SystemExit(f"no trial of {method} came to anything; the first: {failures[0]}")

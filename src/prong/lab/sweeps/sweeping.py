@@ -56,7 +56,8 @@ class Sweep:
     def config(self) -> dict[str, Any]:
         """For the record."""
         methods = {method: self._method_config(method) for method in self.searches}
-        return {"experiment": self.experiment, "measure": self.measure, "methods": methods}
+        trial = {"updates": self.updates, "seed": self.seed}
+        return {"experiment": self.experiment, "measure": self.measure, **trial, "methods": methods}
 
     def study_name(self, method: str) -> str:
         """The name of a method's trials in a storage: another where anything is different that decides on them."""
