@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.image import imread
+from matplotlib.text import Text
 
 from prong.lab import cli
 from prong.lab.contestants import Contestant
 from prong.lab.folders import RunFolder
 from prong.lab.jobs import Job, carry_out
 from prong.lab.methods import METHODS, Schedule
-from prong.lab.page.charts import LOOKS, MOST, thinned
+from prong.lab.page.charts import LOOKS, MOST, Chart, Curve, thinned
 from prong.lab.page.command import main
+from prong.lab.page.grids import Cell, Grid
 from prong.lab.page.groups import Point, groups
+from prong.lab.page.printed import drawn
 from prong.lab.page.runs import gather
 from prong.lab.page.tables import origins, results
+from prong.lab.page.ticks import tick_label, ticks
+from prong.lab.page.views import figures
 from prong.lab.pool import one_thread
 from prong.lab.tasks.reconstruction import Reconstruction
 from prong.lab.training import Plan
 from tests.lab.tiny import tiny_autoencoder
-from tests.lab.written_runs import errors, write_run
+from tests.lab.written_runs import errors, plan, write_run
 
 FRAME = Path(__file__).parents[2] / "docs" / "reproduction.md"
+ADVICE = ("Move ", "Name ", "Make ", "`prong report FOLDER --record FILE` makes one")
 EVIL = "<script>alert(1)</script>&$x_1$|`"
 
 
@@ -42,9 +51,18 @@ def write_some(root: Path) -> Path:
     return root
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, room: int | None = None) -> subprocess.CompletedProcess[str]:
+    """The command, in a place where files have so much room."""
+
+    def limited() -> None:
+        if room is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+
     command = [sys.executable, "-W", "error", "-m", "prong.lab.cli", "report", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
+    environment = {**os.environ, **({"COVERAGE_PROCESS_START": "", "COVERAGE_PROCESS_CONFIG": ""} if room else {})}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, preexec_fn=limited if room else None
+    )
 
 
 def test_the_command_writes_a_page_and_figures_and_says_where(tmp_path: Path) -> None:
@@ -57,6 +75,38 @@ def test_the_command_writes_a_page_and_figures_and_says_where(tmp_path: Path) ->
     for stem in stems:
         assert imread(tmp_path / "out" / f"{stem}.png").std() > 0.01, "something is drawn"
         assert "<svg" in (tmp_path / "out" / f"{stem}.svg").read_text()
+
+
+def test_where_there_is_no_room_the_page_and_the_figures_before_stay(tmp_path: Path) -> None:
+    runs, out = write_some(tmp_path / "runs"), tmp_path / "out"
+    main((runs,), out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    write_run(runs, "muon", errors([90, 10]))
+    done = run(runs, "--out", out, room=100_000)
+    assert done.stderr == f"{out / 'report.html'} cannot be written: File too large. Make room first.\n"
+    assert done.returncode == 1 and {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_a_record_is_written_over_a_record_of_the_same_experiment_and_nothing_else(tmp_path: Path) -> None:
+    runs, record = write_some(tmp_path / "runs"), tmp_path / "record.json"
+    config = next(runs.rglob("config.json"))
+    clock = tmp_path / "clock.json"
+    clock.write_text(json.dumps({"experiment": "autoencoder", "runs": [], "clock": {}, "config": {}}))
+    page = tmp_path / "page.md"
+    page.write_text("words")
+    for other, said in ((config, "not a record that"), (clock, "not a record that"), (page, "is not a record")):
+        before = other.read_bytes()
+        with pytest.raises(SystemExit, match=said) as left:
+            main((runs,), tmp_path / "out", record=other)
+        assert str(other) in str(left.value) and "\n" not in str(left.value)
+        assert other.read_bytes() == before and not (tmp_path / "out").exists()
+    main((runs,), tmp_path / "out", record=record)
+    write_run(runs, "muon", errors([90, 10]))
+    main((runs,), tmp_path / "out", record=record)
+    assert len(json.loads(record.read_text())["runs"]) == 9
+    write_run(tmp_path / "letters", "prong", errors([3, 2]), experiment="letters")
+    with pytest.raises(SystemExit, match="is a record of autoencoder, and these runs are of letters"):
+        main((tmp_path / "letters",), tmp_path / "out", record=record)
 
 
 def test_real_runs_make_a_page(tmp_path: Path, mnist: Path) -> None:
@@ -83,7 +133,7 @@ def test_failed_and_unfinished_runs_are_listed(tmp_path: Path) -> None:
     page = (tmp_path / "out" / "report.html").read_text()
     assert "8 runs, 1 failed, 1 unfinished; seeds 0, 1, 2" in page
     assert "diverged at update 7: the loss is nan" in page
-    assert "10 of 100" in page.partition("Unfinished runs")[2]
+    assert "10 of 10,000" in page.partition("Unfinished runs")[2]
 
 
 def test_the_table_holds_median_smallest_and_largest_over_seeds(tmp_path: Path) -> None:
@@ -92,6 +142,29 @@ def test_the_table_holds_median_smallest_and_largest_over_seeds(tmp_path: Path) 
     write_run(tmp_path, "adam", errors([90]), failure="diverged")
     (experiment,) = gather([tmp_path])
     assert [row[-1] for row in results(experiment).rows] == ["2.000 (1.000-7.000)", "diverged"]
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ((5.447e33,), "5.447e+33"),
+        ((1e7,), "1.000e+07"),
+        ((9_999_999.0,), "9,999,999"),
+        ((483_834.2,), "483,834"),
+        ((8897.3,), "8,897"),
+        ((999.96,), "1,000"),
+        ((4.0,), "4.000"),
+        ((0.0, 0.0), "0.000"),
+        ((8897.3, 9100.0), "8,999 (8,897-9,100)"),
+    ],
+)
+def test_numbers_have_four_digits_that_count_and_no_range_where_there_is_none(
+    tmp_path: Path, values: tuple[float, ...], told: str
+) -> None:
+    for seed, value in enumerate(values):
+        write_run(tmp_path, "prong", errors([90, value]), seed=seed)
+    (experiment,) = gather([tmp_path])
+    assert results(experiment).rows[0][-1] == told
 
 
 def test_runs_that_are_only_beginning_do_not_count_among_the_others(tmp_path: Path) -> None:
@@ -205,8 +278,21 @@ def empty(folder: Path) -> Path:
 
 def damaged(folder: Path) -> Path:
     run = write_run(folder / "damaged", "prong", errors([3, 2]))
-    (run.path / "metrics.jsonl").write_text("no row\n")
+    (run.path / "environment.json").write_text("no record\n")
     return folder / "damaged"
+
+
+def nameless(folder: Path) -> Path:
+    run = write_run(folder / "nameless", "prong", errors([3, 2]))
+    (run.path / "config.json").unlink()
+    return folder / "nameless"
+
+
+def closed(folder: Path) -> Path:
+    run = write_run(folder / "closed", "prong", errors([3, 2]))
+    (run.path / "metrics.jsonl").unlink()
+    (run.path / "metrics.jsonl").mkdir()
+    return folder / "closed"
 
 
 def older(folder: Path) -> Path:
@@ -241,7 +327,9 @@ def strange(folder: Path) -> Path:
         (empty, "holds no runs"),
         (not_a_record, "is not a record of runs"),
         (not_json, "is not a record"),
-        (damaged, "is not the folder of a run"),
+        (damaged, "environment.json is not a record: Expecting value"),
+        (nameless, "autoencoder-000 has metrics.jsonl but no config.json"),
+        (closed, "autoencoder-000 is not the folder of a run: Is a directory"),
         (older, "its configuration lacks settings, schedule"),
         (elsewhere, "is no name for files"),
         (wordy, "rows that are not numbers"),
@@ -251,8 +339,32 @@ def strange(folder: Path) -> Path:
 def test_what_is_not_a_run_is_refused_in_one_line_and_nothing_is_written(tmp_path: Path, make, said: str) -> None:
     with pytest.raises(SystemExit, match=said) as left:
         main((make(tmp_path),), tmp_path / "out")
-    assert "\n" not in str(left.value)
+    one_line(str(left.value))
     assert not (tmp_path / "out").exists()
+
+
+def one_line(told: str) -> None:
+    """That it ends with a dot, and says what to do once."""
+    assert "\n" not in told and told.endswith(".") and not told.endswith("..")
+    assert sum(told.count(advice) for advice in ADVICE) == 1, told
+
+
+def test_a_folder_that_cannot_be_read_is_named_though_others_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, "prong", errors([3, 2]))
+    hidden = write_run(tmp_path, "nesterov", errors([3, 2])).path
+    scandir = os.scandir
+
+    def refuse(path: str | Path) -> object:
+        if Path(path) == hidden:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(SystemExit, match=f"{hidden} cannot be read: Permission denied") as left:
+        main((tmp_path,), tmp_path / "out")
+    one_line(str(left.value))
 
 
 def test_a_refused_command_exits_with_an_error(tmp_path: Path) -> None:
@@ -307,3 +419,132 @@ def test_groups_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
         ("PRONG, lr 0.1", 1),
         ("Adam", 2),
     ]
+
+
+def test_where_lengths_differ_every_name_says_its_own(tmp_path: Path) -> None:
+    write_run(tmp_path, "prong", errors([3]), plan=plan(20))
+    for lr in (0.1, 0.01):
+        write_run(tmp_path, "adam", errors([3]), settings={"lr": lr}, plan=plan(2000))
+    (experiment,) = gather([tmp_path])
+    assert [group.name for group in groups(experiment.runs)] == [
+        "PRONG, 20 updates",
+        "Adam, lr 0.01, 2,000 updates",
+        "Adam, lr 0.1, 2,000 updates",
+    ]
+
+
+def test_no_two_groups_have_one_name(tmp_path: Path) -> None:
+    for lr, data in ((0.1, "all digits"), (0.1, "some digits"), (0.01, "some digits")):
+        write_run(tmp_path, "prong", errors([3]), settings={"lr": lr}, data=data)
+    (experiment,) = gather([tmp_path])
+    assert {group.name for group in groups(experiment.runs)} == {
+        "PRONG, all digits, lr 0.1",
+        "PRONG, some digits, lr 0.1",
+        "PRONG, lr 0.01",
+    }
+
+
+@pytest.mark.parametrize(("count", "length"), [(1, 140), (8, 5), (8, 50), (9, 5), (13, 40), (20, 20), (20, 60)])
+def test_printed_names_are_within_the_figure(count: int, length: int) -> None:
+    curves = [Curve(f"{number:03} ".ljust(length, "m"), [0, 1], [1, 2], broken=True) for number in range(count)]
+    chart = Chart("name", "Title", "updates", "error", curves)
+    for shown in ([chart], [chart, chart]):
+        canvas = drawn(shown)
+        canvas.draw_without_rendering()
+        texts = [text for text in canvas.findobj(Text) if text.get_text().endswith(("(diverged)", "Title", "error"))]
+        assert len(texts) == (count + 2) * len(shown)
+        for text in texts:
+            box = text.get_window_extent()
+            assert canvas.bbox.x0 <= box.x0 and box.x1 <= canvas.bbox.x1, text
+            assert canvas.bbox.y0 <= box.y0 and box.y1 <= canvas.bbox.y1, text
+        for axes in canvas.findobj(Axes):
+            assert axes.get_window_extent().height > 2 * canvas.dpi, "two inches for the curves, however many names"
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(24, 27), (52.1, 52.3), (9.9, 10.1), (1.0, 1.0), (24, 190), (2, 200), (1e-3, 100), (1e-8, 1e-7), (1, 5e33)],
+)
+def test_a_logarithmic_axis_has_numbers_along_it_however_short_it_is(low: float, high: float) -> None:
+    marks = ticks(low, high)
+    inside = [tick for tick in marks if low <= tick <= high] if low < high else marks
+    assert len(inside) >= 2 and len(marks) <= 12 and marks == sorted(set(marks))
+    assert len({tick_label(tick) for tick in marks}) == len(marks)
+    canvas = drawn([Chart("name", "Title", "updates", "error", [Curve("PRONG", [0, 1], [low, high])])])
+    canvas.draw_without_rendering()
+    (axes,) = canvas.findobj(Axes)
+    bottom, top = axes.get_ylim()
+    shown = [
+        label for tick, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True) if bottom <= tick <= top
+    ]
+    assert len({label.get_text() for label in shown}) >= 2
+
+
+def write_grid(root: Path) -> Path:
+    """Four dampings and learning rates: one was not run, one is going on, one diverged, and one lost its way."""
+    finals = {(1.0, 0.1): [90, 50], (0.1, 0.1): [90, 20], (0.1, 0.01): [90, 10, 40], (0.01, 0.1): [90]}
+    for (eps, lr), values in finals.items():
+        failure = "diverged at update 3: the loss is nan" if len(values) == 1 else None
+        pair = {"part": "eps", "settings": {"lr": lr, "eps": eps}}
+        write_run(root, rows=errors(values), experiment="sensitivity", failure=failure, **pair)
+    pair = {"part": "eps", "settings": {"lr": 0.01, "eps": 0.01}}
+    write_run(root, rows=errors([90, 80]), experiment="sensitivity", ended=False, **pair)
+    return root
+
+
+def test_final_errors_by_damping_and_learning_rate_are_a_table_in_colours(tmp_path: Path) -> None:
+    (experiment,) = gather([write_grid(tmp_path / "runs")])
+    curves, grid = figures(experiment)
+    assert isinstance(curves, Chart) and isinstance(grid, Grid), "curves are kept"
+    assert (grid.rows, grid.columns) == (["1", "0.1", "0.01"], ["0.01", "0.1"])
+    texts = [[cell.text if cell is not None else None for cell in row] for row in grid.cells]
+    assert texts == [[None, "50.0"], ["40.0\nlost its way", "20.0"], [None, "✕\ndiverged"]]
+    assert "1.5 times the lowest" in grid.note and "cross" in grid.note
+    main((tmp_path / "runs",), tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").glob("*.png")} == {
+        "sensitivity-eps.png",
+        "sensitivity-eps-final.png",
+    }
+
+
+def test_errors_in_cells_are_as_short_as_they_can_be() -> None:
+    values = (4.764, 53.0, 124.2, 8897.3, 5.447e33)
+    assert [Cell(value).text for value in values] == ["4.76", "53.0", "124", "8,897", "5.45e+33"]
+
+
+def test_every_method_has_its_own_table_in_colours(tmp_path: Path) -> None:
+    for method, final in (("prong", 20), ("prong-balanced", 10)):
+        settings = {"lr": 0.1, "eps": 0.1}
+        write_run(tmp_path, method, errors([90, final]), experiment="sensitivity", part="eps", settings=settings)
+    (experiment,) = gather([tmp_path])
+    assert [(figure.name, figure.title.partition(" (")[2]) for figure in figures(experiment)] == [
+        ("eps-1", "PRONG)"),
+        ("eps-final-1", "PRONG)"),
+        ("eps-2", "PRONG, balanced)"),
+        ("eps-final-2", "PRONG, balanced)"),
+    ]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (4, 5), (12, 14)])
+def test_what_is_printed_in_a_cell_stays_in_it(rows: int, columns: int) -> None:
+    cells = [
+        [Cell(5.45e33, "lost its way") if x else Cell(None, "diverged") for x in range(columns)] for _ in range(rows)
+    ]
+    grid = Grid("name", "Title", "learning rate", "ε", "error", [f"{x}" for x in range(columns)], ["1"] * rows, cells)
+    canvas = drawn([grid])
+    canvas.draw_without_rendering()
+    axes = canvas.findobj(Axes)[0]
+    area = axes.get_window_extent()
+    for text in axes.texts:
+        box = text.get_window_extent()
+        assert box.width < area.width / columns and box.height < area.height / rows
+    assert len(axes.texts) == rows * columns
+
+
+def test_five_learning_rates_have_five_kinds_of_line(tmp_path: Path) -> None:
+    for lr in (1e-2, 3e-3, 1e-3, 3e-4, 1e-4):
+        settings = {"lr": lr, "eps": 0.1}
+        write_run(tmp_path, rows=errors([90, 5]), experiment="sensitivity", part="eps", settings=settings)
+    (experiment,) = gather([tmp_path])
+    curves = figures(experiment)[0]
+    assert isinstance(curves, Chart) and len({line.dash for line in curves.curves}) == 5

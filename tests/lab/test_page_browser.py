@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,15 +38,43 @@ def write_runs(root: Path) -> Path:
     return root
 
 
+def write_many(root: Path) -> Path:
+    """Thirty curves with long names on a short axis, twice, with a wide table; and three dampings."""
+    for number in range(30):
+        rows = [{**row, "loss": 1e5 * row["update"], "test_error": 0.5} for row in errors([26, 25, 24.5])]
+        for seed in (0, 1):
+            settings = {"lr": 0.001 * (number + 1), "regulariser": 0.5 + number}
+            write_run(root, "prong-balanced", rows, seed=seed, settings=settings)
+    for eps, values in ((1.0, [90, 50]), (0.1, [90, 10, 40]), (0.01, [90])):
+        failure = "diverged at update 3: the loss is nan" if eps == 0.01 else None
+        pair = {"part": "eps", "settings": {"lr": 0.1, "eps": eps}}
+        write_run(root, rows=errors(values), experiment="sensitivity", failure=failure, **pair)
+    return root
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     """A browser that has opened the page, with a log of what it said and what it fetched."""
+    folder = tmp_path_factory.mktemp("page")
+    with opened(folder, write_runs(folder / "runs"), CHARTS) as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    """A browser that has opened a page of many runs."""
+    folder = tmp_path_factory.mktemp("crowded")
+    with opened(folder, write_many(folder / "runs"), 4) as driver:
+        yield driver
+
+
+@contextmanager
+def opened(folder: Path, runs: Path, charts: int) -> Iterator[Chrome]:
     if BROWSER is None or DRIVER is None:
         if os.environ.get("CI"):
             pytest.fail(MISSING)
         pytest.skip(MISSING)
-    folder = tmp_path_factory.mktemp("page")
-    main((write_runs(folder / "runs"),), folder / "out")
+    main((runs,), folder / "out")
     options = ChromeOptions()
     options.binary_location = BROWSER
     for argument in (*ARGUMENTS, f"--user-data-dir={folder / 'profile'}"):
@@ -54,10 +83,72 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     driver = Chrome(options=options, service=Service(DRIVER))
     try:
         driver.get((folder / "out" / "report.html").as_uri())
-        WebDriverWait(driver, 60).until(lambda d: len(d.find_elements(By.CSS_SELECTOR, ".chart .main-svg")) >= CHARTS)
+        WebDriverWait(driver, 60).until(lambda d: len(d.find_elements(By.CSS_SELECTOR, ".chart .main-svg")) >= charts)
         yield driver
     finally:
         driver.quit()
+
+
+def plots(browser: Chrome) -> list[dict[str, float]]:
+    """Of every chart, in pixels: the plot, and how far the legend scrolls and its frame exceeds what is drawn."""
+    script = """return [...document.querySelectorAll('.js-plotly-plot')].map(chart => ({
+      width: chart._fullLayout._size.w, height: chart._fullLayout._size.h,
+      scrolls: Number(chart.querySelector('.legend .scrollbar')?.getAttribute('height') ?? 0),
+      gap: chart.parentElement.clientHeight - chart.querySelector('.main-svg').clientHeight}))"""
+    return list(browser.execute_script(script))
+
+
+def resized(browser: Chrome, width: int) -> None:
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+
+@pytest.mark.parametrize("width", [1280, 1900, 500])
+def test_plots_are_high_enough_however_many_curves_there_are(crowded: Chrome, width: int) -> None:
+    resized(crowded, width)
+
+    def settled(browser: Chrome) -> bool:
+        return all(plot["height"] >= 350 and plot["scrolls"] == 0 and plot["gap"] == 0 for plot in plots(browser))
+
+    WebDriverWait(crowded, 20).until(settled)
+    assert len(plots(crowded)) == 4
+
+
+def texts(browser: Chrome, chart: int, selector: str) -> list[str]:
+    """What a chart has written in some of its places."""
+    script = """return [...document.querySelectorAll('.js-plotly-plot')[arguments[0]].querySelectorAll(arguments[1])]
+      .map(text => text.textContent)"""
+    return list(browser.execute_script(script, chart, selector))
+
+
+def test_a_short_logarithmic_axis_has_numbers_along_it(crowded: Chrome) -> None:
+    for chart in (2, 3):
+        assert texts(crowded, chart, ".ytick text") == ["24.5", "25", "25.5", "26"]
+
+
+def test_final_errors_are_written_in_their_cells(crowded: Chrome) -> None:
+    assert texts(crowded, 1, ".heatmap-label text") == ["50.0", "40.0lost its way", "✕diverged"], (
+        "on lines of their own"
+    )
+    assert set(texts(crowded, 1, ".ytick text")) == {"1", "0.1", "0.01"}
+
+
+def test_tables_have_the_width_of_the_window(crowded: Chrome) -> None:
+    script = "return [...document.querySelectorAll('.scroll')].map(s => [s.clientWidth, s.scrollWidth])"
+    resized(crowded, 1900)
+    widths = crowded.execute_script(script)
+    assert all(1900 - 150 < inside == needed for inside, needed in widths)
+    resized(crowded, 500)
+    assert any(inside < needed for inside, needed in crowded.execute_script(script)), "it scrolls within itself"
+    assert crowded.execute_script("return document.documentElement.scrollWidth") <= 500
+
+
+def test_the_colours_of_heat_maps_are_told_right_below_them(browser: Chrome) -> None:
+    def squares(browser: Chrome) -> bool:
+        first = plots(browser)[0]
+        return abs(first["height"] - 0.48 * first["width"]) < 3 and first["gap"] == 0
+
+    WebDriverWait(browser, 20).until(squares)
 
 
 def visible(browser: Chrome, chart: int) -> list[object]:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from prong.lab.record import write_whole
+
 
 def replace_section(text: str, name: str, content: str, page: str) -> str:
     """The text of a page with what stands between a section's markers replaced."""
@@ -29,5 +31,5 @@ def write_changed(console: Console, files: dict[Path, bytes]) -> None:
     for path, content in files.items():
         changed = not path.exists() or path.read_bytes() != content
         if changed:
-            path.write_bytes(content)
+            write_whole(path, content)
         console.print(f"{'written' if changed else 'unchanged'}: {path}", highlight=False, soft_wrap=True)

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from prong.lab.record import write_whole
 from prong.lab.terminal import announce
 
 NONE = "-"
@@ -48,7 +49,7 @@ def present(
     for sheet in sheets:
         console.print(as_rich(sheet))
     if plot is not None and picture is not None:
-        plot.write_bytes(picture())
+        write_whole(plot, picture())
     announce(console, Record=json, Plot=plot)
 
 

@@ -1,4 +1,4 @@
-"""What figures show, before anybody draws them: curves with bands, and heat maps."""
+"""What figures show, before anybody draws them: curves with bands, and heat maps; grids have a module of their own."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Literal
 from matplotlib import colormaps
 from matplotlib.colors import to_hex
 
+from prong.lab.page.grids import Grid
 from prong.lab.page.groups import Group, Point
 
 MOST = 2000  # points of a curve
-Dash = Literal["solid", "dash", "dot", "dashdot"]
-DASHES: tuple[Dash, ...] = ("solid", "dash", "dot", "dashdot")
+Dash = Literal["solid", "dash", "dot", "dashdot", "dashdotdot"]
+DASHES: tuple[Dash, ...] = ("solid", "dash", "dot", "dashdot", "dashdotdot")
 # Okabe and Ito's colours, which most eyes can tell apart; relatives share one.
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 PINK, RED, GREY = "#CC79A7", "#D55E00", "#333333"
@@ -88,7 +89,7 @@ class HeatMaps:
     note: str = ""
 
 
-Figure = Chart | HeatMaps
+Figure = Chart | HeatMaps | Grid
 
 
 def curve(group: Group, points: Sequence[Point], look: tuple[str, Dash], seconds: bool = False) -> Curve:

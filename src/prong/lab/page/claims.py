@@ -8,8 +8,14 @@ from functools import partial
 
 from prong.lab.bench.sheets import NONE, Sheet
 from prong.lab.page import judges, sensitivities
-from prong.lab.page.findings import Finding, comparable
+from prong.lab.page.findings import Finding, comparable, too_short
+from prong.lab.page.pairs import LOST_WORDS
 from prong.lab.page.runs import Experiment
+
+SWEEP = "sweep"  # the part of its trials
+NOT_CLAIMED = "not claimed"
+# Updates from which on runs are judged: a quick look at an experiment is shorter, and says nothing of the paper.
+LEAST = {"conditioning": 500, "sensitivity": 1000, "autoencoder": 1000, "cifar10": 3000, "imagenet": 100}
 
 
 @dataclass(frozen=True)
@@ -30,12 +36,29 @@ class Claim:
     rule: str
     judge: Callable[[Experiment], Finding]
 
+    @property
+    def of_paper(self) -> bool:
+        """Whether the paper does say it, or we alone."""
+        return self.number != NOT_CLAIMED
+
     def finding(self, experiment: Experiment | None) -> Finding:
-        """What became of it, from runs that may be compared; not run, if none has ended."""
+        """What became of it, from runs that are long enough and may be compared; not run, if none has ended."""
         if experiment is None or not experiment.runs:
             return Finding(NONE, "not run")
-        ended = comparable([run for run in experiment.runs if run.outcome is not None])
-        return self.judge(replace(experiment, runs=ended)) if ended else Finding(NONE, "not run", "no run has ended")
+        results = [run for run in experiment.runs if run.config["part"] != SWEEP]
+        if not results:
+            return Finding(NONE, "not run", "trials of a sweep are not judged")
+        ended = [run for run in results if run.outcome is not None]
+        if not ended:
+            return Finding(NONE, "not run", "no run has ended")
+        least = LEAST.get(self.experiment, 0)
+        judged = [run for run in ended if run.planned >= least]
+        if not judged:
+            return too_short(ended, least)
+        finding = self.judge(replace(experiment, runs=comparable(judged)))
+        if finding.verdict == "not run" and len(judged) < len(ended):
+            return replace(finding, why=f"{finding.why} of {least:,} updates or more")
+        return finding
 
 
 ALONE = "without batch norm"
@@ -74,7 +97,8 @@ CLAIMS = (
         "sensitivity",
         "High learning rates with a small ε are unstable",
         "left out of its figure",
-        "with the smallest ε the largest learning rate diverges and the smallest does not",
+        f"with the smallest ε the largest learning rate diverges or loses its way (it ends {LOST_WORDS}), and the "
+        "smallest does neither",
         sensitivities.high_rates_diverge,
     ),
     Claim(
@@ -108,7 +132,7 @@ CLAIMS = (
     Claim(
         "autoencoder",
         "It is ahead of every other method run here by the clock",
-        "not claimed",
+        NOT_CLAIMED,
         f"the best variant, with or without batch norm, is the first of all at SGD's final {SQUARED}",
         partial(judges.less_time, batch_norm=True),
     ),
@@ -175,19 +199,21 @@ def claims_of(experiment: str) -> list[Claim]:
 
 
 def claims_sheet(claims: Sequence[Claim], experiments: Mapping[str, Experiment]) -> Sheet | None:
-    """Claims and what became of them; None without claims."""
+    """Claims and what became of them; None without claims. Those of one experiment say which runs were judged."""
     rows = []
     for claim in claims:
         finding = claim.finding(experiments.get(claim.experiment))
         rows.append([claim.text, claim.number, finding.ours, finding.words, claim.rule])
     headings = ["claim of the paper", "its number", "ours", "verdict", "holds if"]
-    return Sheet("Claims", headings, rows, words=len(headings)) if rows else None
+    least = {LEAST.get(claim.experiment, 0) for claim in claims if claim.experiment in experiments}
+    note = f"Judged from runs of {least.pop():,} updates or more, compared with others as long." if least else ""
+    return Sheet("Claims", headings, rows, note, words=len(headings)) if rows else None
 
 
 def tally(experiments: Iterable[Experiment]) -> dict[str, int]:
-    """How many of all claims got each verdict."""
+    """How many of the paper's claims got each verdict."""
     known = {experiment.name: experiment for experiment in experiments}
     counts = {"holds": 0, "does not hold": 0, "cannot be tested here": 0, "not run": 0}
     for claim in CLAIMS:
-        counts[claim.finding(known.get(claim.experiment)).verdict] += 1
+        counts[claim.finding(known.get(claim.experiment)).verdict] += claim.of_paper
     return counts

@@ -12,9 +12,9 @@ from prong.lab.documentation import write_changed
 from prong.lab.page.html import render
 from prong.lab.page.markdown import written
 from prong.lab.page.printed import as_file
-from prong.lab.page.runs import Experiment, gather
+from prong.lab.page.runs import Experiment, gather, kept_in
 from prong.lab.page.sections import section
-from prong.lab.record import ForeignRecordError, write_json
+from prong.lab.record import ForeignRecordError, write_json, write_whole
 from prong.lab.terminal import announce, make_console, writable
 
 PAGE = "report.html"
@@ -37,11 +37,12 @@ def main(
     if not runs:
         raise SystemExit("name folders of runs, or records of them: prong report runs/autoencoder")
     try:
+        kept = kept_in(record) if record is not None else None
         experiments = gather(runs)
     except ForeignRecordError as error:
         raise SystemExit(str(error)) from error
     if record is not None:
-        _one(experiments)
+        _one(experiments, record, kept)
     sections = [section(experiment) for experiment in experiments]
     documentation = written(markdown, sections) if markdown is not None else {}
     page = render(experiments, sections)
@@ -52,9 +53,8 @@ def main(
         for kind in ("png", "svg")
     }
     writable(out=out / PAGE, record=record, markdown=markdown)
-    (out / PAGE).write_text(page)
-    for name, content in figures.items():
-        (out / name).write_bytes(content)
+    for name, content in {PAGE: page.encode(), **figures}.items():
+        write_whole(out / name, content)
     if record is not None:
         write_json(record, experiments[0].record())
     console = make_console()
@@ -62,7 +62,11 @@ def main(
     announce(console, Record=record, Page=out / PAGE)
 
 
-def _one(experiments: Sequence[Experiment]) -> None:
-    if len(experiments) != 1:
-        names = ", ".join(experiment.name for experiment in experiments)
-        raise SystemExit(f"--record takes runs of one experiment, and these are of {names}. Name fewer folders.")
+def _one(experiments: Sequence[Experiment], record: Path, kept: str | None) -> None:
+    """Leave with one line unless all runs are of one experiment, that of the record which is there already."""
+    names = [experiment.name for experiment in experiments]
+    if len(names) != 1:
+        told = ", ".join(names)
+        raise SystemExit(f"--record takes runs of one experiment, and these are of {told}. Name fewer folders.")
+    if kept not in (None, *names):
+        raise SystemExit(f"{record} is a record of {kept}, and these runs are of {names[0]}. Name another file.")

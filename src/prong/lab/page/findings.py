@@ -10,7 +10,7 @@ from typing import Literal
 from prong.lab.bench.sheets import NONE
 from prong.lab.methods import KEYS
 from prong.lab.page.groups import Group, Point, Value, groups, reaching
-from prong.lab.page.runs import Experiment, Run, flat
+from prong.lab.page.runs import Experiment, Run
 
 Verdict = Literal["holds", "does not hold", "cannot be tested here", "not run"]
 SGD = ("nesterov", "sgd")
@@ -49,47 +49,74 @@ def not_run(what: str) -> Finding:
 
 def of(experiment: Experiment, *keys: str) -> list[Group]:
     """The groups of methods, by key, in the order of the keys."""
-    known = groups(experiment.runs)
+    known = groups(experiment.runs, lengths=False)  # `unequal` tells them
     return [group for key in keys for group in known if group.method == key]
 
 
 def whitened(experiment: Experiment, batch_norm: bool = False) -> list[Group]:
     """PRONG in all its variants, or in all on models without batch norm."""
-    known = [group for group in groups(experiment.runs) if is_prong(group)]
+    known = [group for group in groups(experiment.runs, lengths=False) if is_prong(group)]
     return [group for group in known if batch_norm or not (group.method in KEYS and KEYS[group.method].batch_norm)]
 
 
 def comparable(runs: Sequence[Run]) -> list[Run]:
-    """Of runs that have ended, those that may be judged together: on the same data, and of every method the longest.
+    """Of runs, those that may be judged together, part by part: on the same data, and of every method of one length.
 
-    The data is that of the longest run. Trials of sweeps are no results.
+    The data is that of the longest run. The length is the longest that PRONG and another method were both run for; of
+    a method that was not, those of its longest runs are here, for `unequal` to tell.
     """
-    results = [run for run in runs if run.config["part"] != "sweep"]
-    if not results:
-        return []
-    data = max(results, key=_planned).config["data"]
-    results = [run for run in results if run.config["data"] == data]
-    longest: dict[str, int] = {}
-    for run in results:
-        longest[run.method] = max(_planned(run), longest.get(run.method, 0))
-    return [run for run in results if _planned(run) == longest[run.method]]
+    parts: dict[str, list[Run]] = {}
+    for run in runs:
+        parts.setdefault(run.config["part"], []).append(run)
+    return [run for members in parts.values() for run in _comparable(members)]
+
+
+def _comparable(runs: Sequence[Run]) -> list[Run]:
+    data = max(runs, key=lambda run: run.planned).config["data"]
+    runs = [run for run in runs if run.config["data"] == data]
+    lengths: dict[str, set[int]] = {}
+    for run in runs:
+        lengths.setdefault(run.method, set()).add(run.planned)
+    ours, theirs = (
+        {length for method, known in lengths.items() if _is_prong(method) is side for length in known}
+        for side in (True, False)
+    )
+    common = max(ours & theirs, default=None)
+    wanted = {method: common if common in known else max(known) for method, known in lengths.items()}
+    return [run for run in runs if run.planned == wanted[run.method]]
+
+
+def too_short(runs: Sequence[Run], least: int) -> Finding:
+    """That runs have too few updates for a claim to be judged from them."""
+    lengths = sorted({run.planned for run in runs})
+    told = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
+    updates = "update" if lengths == [1] else "updates"
+    return untestable(f"runs of {told} {updates}, too short to judge ({least:,} or more)")
+
+
+def as_long(group: Group, candidates: Iterable[Group]) -> list[Group]:
+    """Those that were to make as many updates as a group."""
+    return [candidate for candidate in candidates if candidate.planned == group.planned]
 
 
 def unequal(*members: Group) -> Finding | None:
-    """That these cannot be compared at their ends, where they were to be of different lengths."""
-    lengths = {group.name: _planned(group.runs[0]) for group in members}
-    if len(set(lengths.values())) == 1:
+    """That these cannot be compared, where they were to be of different lengths."""
+    lengths: dict[int, list[str]] = {}
+    for group in members:
+        lengths.setdefault(group.planned, []).append(group.config["label"])
+    if len(lengths) == 1:
         return None
-    return untestable(", ".join(f"{name} was run for {updates:,}" for name, updates in lengths.items()) + " updates")
-
-
-def _planned(run: Run) -> int:
-    return int(flat(run.config).get("updates") or run.updates)
+    told = [f"{length:,} updates ({'; '.join(dict.fromkeys(lengths[length]))})" for length in sorted(lengths)]
+    return untestable(f"runs of different lengths, {', '.join(told)}")
 
 
 def is_prong(group: Group) -> bool:
     """Whether it is PRONG, in any variant."""
-    return group.method.startswith("prong") or group.method == "kfac-like"
+    return _is_prong(group.method)
+
+
+def _is_prong(method: str) -> bool:
+    return method.startswith("prong") or method == "kfac-like"
 
 
 def best(candidates: Iterable[Group], value: str | Value) -> Group | None:

@@ -12,6 +12,7 @@ from prong.lab.page.runs import Experiment, Run, flat
 
 Value = Callable[[Run, Mapping[str, float]], float | None]
 COUNTED = ("update", "epoch", "seconds", "lr")  # in rows, but not measures of anything
+LENGTHY = ("data", "parameters")  # told only where nothing else tells groups apart
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class Group:
     def method(self) -> str:
         """The method's key."""
         return self.runs[0].method
+
+    @property
+    def planned(self) -> int:
+        """How many updates its runs were to make."""
+        return self.runs[0].planned
 
     @property
     def ended(self) -> Group:
@@ -115,16 +121,26 @@ def reaching(points: Iterable[Point], value: float) -> Point | None:
     return next((point for point in points if point.median <= value), None)
 
 
-def groups(runs: Sequence[Run]) -> list[Group]:
-    """Runs by what they share apart from the seed, in their order, under names that tell them apart."""
+def groups(runs: Sequence[Run], lengths: bool = True) -> list[Group]:
+    """Runs by what they share apart from the seed, in their order, under names that tell them apart.
+
+    Where some are longer than others all say how long they are, unless these lengths are told elsewhere.
+    """
     found: dict[str, list[Run]] = {}
     for run in runs:
         shared = {key: value for key, value in flat(run.config).items() if key != "seed"}
         found.setdefault(repr(sorted(shared.items())), []).append(run)
-    alike: dict[str, list[Mapping[str, Any]]] = {}
-    for members in found.values():
-        alike.setdefault(members[0].config["label"], []).append(flat(members[0].config))
-    return [Group(_name(members[0], alike[members[0].config["label"]]), members) for members in found.values()]
+    configs = [flat(members[0].config) for members in found.values()]
+    always = ["updates"] if lengths and len({config.get("updates") for config in configs}) > 1 else []
+    names = [
+        _name(config, [other for other in configs if other["label"] == config["label"]], always) for config in configs
+    ]
+    return [Group(name, members) for name, members in zip(names, found.values(), strict=True)]
+
+
+def setting(name: str) -> Callable[[Group], Any]:
+    """What a group has under a name; zero where it has nothing."""
+    return lambda group: flat(group.config).get(name, 0.0)
 
 
 def quantities(runs: Sequence[Run]) -> list[str]:
@@ -133,19 +149,22 @@ def quantities(runs: Sequence[Run]) -> list[str]:
     return [name for name in names if name not in COUNTED]
 
 
-def _name(run: Run, alike: Sequence[Mapping[str, Any]]) -> str:
-    """The label, and what is not the same in all that share it."""
-    config = flat(run.config)
+def _name(config: Mapping[str, Any], alike: Sequence[Mapping[str, Any]], always: Sequence[str]) -> str:
+    """The label, what is not the same in all that share it, and what is not the same in all there are."""
     missing = object()
-    differing = [key for key in config if len({repr(other.get(key, missing)) for other in alike}) > 1]
-    told = [_told(key, config[key]) for key in differing if key not in ("seed", "data", "parameters")]
-    told = told or [_told(key, config[key]) for key in differing if key != "seed"]
-    return ", ".join([run.config["label"], *told])
+    differing = [key for key in config if key in always or len({repr(other.get(key, missing)) for other in alike}) > 1]
+    told = [key for key in differing if key != "seed" and key not in LENGTHY]
+    same = [other for other in alike if all(other.get(key, missing) == config[key] for key in told)]
+    if len(same) > 1:
+        told = [key for key in differing if key != "seed"]
+    return ", ".join([config["label"], *(_told(key, config[key]) for key in told)])
 
 
 def _told(key: str, value: Any) -> str:
     if key == "initialisation":
         return f"{value} init"
-    return (
-        f"{value}" if isinstance(value, str) else f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
-    )
+    if key == "updates" and isinstance(value, int):
+        return f"{value:,} update{'s' if value != 1 else ''}"
+    if isinstance(value, str):
+        return value
+    return f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"

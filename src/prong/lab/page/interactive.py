@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from html import escape
 from typing import Any
 
 import plotly.graph_objects as go
+from matplotlib import colormaps
+from matplotlib.colors import to_hex
 from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
 from prong.lab.figures import DECADES
 from prong.lab.page.charts import Chart, Curve, Figure, HeatMaps
+from prong.lab.page.grids import EMPTY, SCALE, Cell, Grid
+from prong.lab.page.ticks import tick_label, ticks
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 CONFIG = {
@@ -23,6 +28,11 @@ CONFIG = {
     "toImageButtonOptions": {"format": "svg"},
 }
 GRID, LINE = "#e8eaed", "#9aa0a6"
+DOTS = {"dashdotdot": "9px,3px,2px,3px,2px,3px"}  # dashes that plotly has no name for
+PLOT = 370  # pixels between the axes of a chart; the page makes room for the legend, however large that is
+ENDLESS = 10_000  # pixels that a legend may take: it does not scroll
+SPACING = 0.04  # between heat maps, of the width of all
+ROW = 36  # pixels of a grid's, at least
 
 
 def library() -> str:
@@ -32,10 +42,15 @@ def library() -> str:
 
 def as_html(figure: Figure, identity: str) -> str:
     """A figure as an element of a page that has the library, under an id of its own."""
-    drawn = _heat(figure) if isinstance(figure, HeatMaps) else _chart(figure)
-    config = {**CONFIG, "displayModeBar": False} if isinstance(figure, HeatMaps) else CONFIG
-    text: str = drawn.to_html(full_html=False, include_plotlyjs=False, div_id=identity, config=config)
+    config = CONFIG if isinstance(figure, Chart) else {**CONFIG, "displayModeBar": False}
+    text: str = _drawn(figure).to_html(full_html=False, include_plotlyjs=False, div_id=identity, config=config)
     return text
+
+
+def _drawn(figure: Figure) -> go.Figure:
+    if isinstance(figure, Chart):
+        return _chart(figure)
+    return _heat(figure) if isinstance(figure, HeatMaps) else _grid(figure)
 
 
 def _chart(chart: Chart) -> go.Figure:
@@ -46,14 +61,16 @@ def _chart(chart: Chart) -> go.Figure:
             figure.add_trace(trace)
         named.add(curve.name)
     figure.update_layout(**_layout(), hovermode="closest", showlegend=True)
-    figure.update_layout(height=380 + 14 * len(chart.curves))  # the legend takes its part of it
-    figure.update_layout(legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0})
+    figure.update_layout(meta={"plot": PLOT}, height=PLOT + 110 + 20 * len(named))  # the page corrects it
+    legend = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0, "maxheight": ENDLESS}
+    figure.update_layout(legend=legend)
     for axis, title, log in ((figure.update_xaxes, chart.x, chart.log_x), (figure.update_yaxes, chart.y, chart.log_y)):
         axis(title=escape(title), type="log" if log else "linear", gridcolor=GRID, linecolor=LINE, zeroline=False)
         axis(automargin=True, exponentformat="none", separatethousands=True)
     if chart.log_y:
-        ticks = _ticks(chart)
-        figure.update_yaxes(tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
+        values = [y for curve in chart.curves for y in (*curve.y, *curve.low, *curve.high) if y > 0]
+        marks = ticks(min(values), max(values))
+        figure.update_yaxes(tickvals=marks, ticktext=[tick_label(tick) for tick in marks])
     return figure
 
 
@@ -86,7 +103,7 @@ def _traces(curve: Curve, chart: Chart, first: bool) -> list[go.Scatter]:
             legendgroup=name,
             showlegend=first,
             mode="lines",
-            line={"color": curve.colour, "dash": curve.dash, "width": 2},
+            line={"color": curve.colour, "dash": DOTS.get(curve.dash, curve.dash), "width": 2},
             hovertemplate=f"{escape(chart.y)} %{{y:.4g}}{'%{customdata}' if spread else ''}"
             f"<br>{escape(chart.x)} %{{x:,.6~g}}<extra>{name}</extra>",
         )
@@ -108,9 +125,9 @@ def _traces(curve: Curve, chart: Chart, first: bool) -> list[go.Scatter]:
 
 
 def _heat(maps: HeatMaps) -> go.Figure:
-    figure = make_subplots(
-        1, len(maps.panels), horizontal_spacing=0.04, subplot_titles=[escape(title) for title in maps.panels]
-    )
+    count = len(maps.panels)
+    titles = [escape(title) for title in maps.panels]
+    figure = make_subplots(1, count, horizontal_spacing=SPACING, subplot_titles=titles)
     largest = max(max(map(max, matrix)) for matrix in maps.panels.values())
     top = math.log10(largest)
     floor = top - DECADES
@@ -118,18 +135,64 @@ def _heat(maps: HeatMaps) -> go.Figure:
         z = [[round(max(floor, math.log10(entry) if entry > 0 else floor), 2) for entry in row] for row in matrix]
         trace = go.Heatmap(z=z, coloraxis="coloraxis", hovertemplate="row %{y}, column %{x}<br>10^%{z}<extra></extra>")
         figure.add_trace(trace, row=1, col=number)
-    ticks = list(range(math.ceil(floor), math.floor(top) + 1))
-    bar = {"tickvals": ticks, "ticktext": [f"10<sup>{tick}</sup>" for tick in ticks], "thickness": 12}
+    decades = list(range(math.ceil(floor), math.floor(top) + 1))
+    bar = {"tickvals": decades, "ticktext": [f"10<sup>{decade}</sup>" for decade in decades], "thickness": 12}
     bar |= {"orientation": "h", "y": 0, "yanchor": "top", "len": 0.7}
-    figure.update_layout(**_layout(), height=430, coloraxis={"colorscale": "Magma", "colorbar": bar})
+    figure.update_layout(**_layout(), height=360, coloraxis={"colorscale": "Magma", "colorbar": bar})
+    figure.update_layout(meta={"aspect": (1 - SPACING * (count - 1)) / count})  # squares side by side, and no gap below
     figure.update_coloraxes(cmin=floor, cmax=top)
     figure.update_xaxes(showticklabels=False, ticks="", constrain="domain", showgrid=False)
     figure.update_yaxes(
         showticklabels=False, ticks="", constrain="domain", showgrid=False, autorange="reversed", constraintoward="top"
     )
-    for number in range(1, len(maps.panels) + 1):
+    for number in range(1, count + 1):
         figure.update_yaxes(scaleanchor=f"x{number if number > 1 else ''}", row=1, col=number)
     return figure
+
+
+def _grid(grid: Grid) -> go.Figure:
+    low, high = grid.limits
+
+    def level(cell: Cell) -> float | None:
+        return None if cell.value is None else math.log10(max(low, cell.value))
+
+    def wordy(cell: Cell) -> float | None:
+        return 0.0 if cell.value is None else None
+
+    marks = ticks(low, high)
+    bar = {"tickvals": [math.log10(tick) for tick in marks], "ticktext": [tick_label(tick) for tick in marks]}
+    bar |= {"thickness": 12, "title": {"text": escape(grid.z), "side": "right"}}
+    colours = [[step / 10, to_hex(colormaps[SCALE](step / 10))] for step in range(11)]
+    scale = {"zmin": math.log10(low), "zmax": math.log10(high), "colorscale": colours, "colorbar": bar}
+    grey = {"colorscale": [[0, EMPTY], [1, EMPTY]], "showscale": False}
+    height = max(PLOT, ROW * len(grid.rows))
+    figure = go.Figure([_cells(grid, level, **scale), _cells(grid, wordy, **grey)])
+    figure.update_layout(**_layout(), meta={"plot": height}, height=height + 90)
+    for axis, title in ((figure.update_xaxes, grid.x), (figure.update_yaxes, grid.y)):
+        axis(title=escape(title), type="category", showgrid=False, zeroline=False, automargin=True)
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+def _cells(grid: Grid, level: Callable[[Cell], float | None], **options: Any) -> go.Heatmap:
+    """Some cells of a grid, those that have a level, with their texts."""
+    known = [[cell if cell is not None and level(cell) is not None else None for cell in row] for row in grid.cells]
+    return go.Heatmap(
+        x=[escape(column) for column in grid.columns],
+        y=[escape(row) for row in grid.rows],
+        z=[[level(cell) if cell is not None else None for cell in row] for row in known],
+        text=[[_text(grid, cell) if cell is not None else "" for cell in row] for row in known],
+        texttemplate="%{text}",
+        textfont={"size": min(12, 90 / len(grid.columns))},  # else it goes by the length of the marks in it
+        xgap=2,
+        ygap=2,
+        hovertemplate=f"{escape(grid.y)} %{{y}}, {escape(grid.x)} %{{x}}<br>%{{text}}<extra></extra>",
+        **options,
+    )
+
+
+def _text(grid: Grid, cell: Cell) -> str:
+    return f'<span style="color:{grid.ink(cell)}">{escape(cell.text)}</span>'.replace("\n", "<br>")
 
 
 def _layout() -> dict[str, Any]:
@@ -140,14 +203,6 @@ def _layout() -> dict[str, Any]:
         "plot_bgcolor": "white",
         "margin": {"l": 60, "r": 20, "t": 30, "b": 60},
     }
-
-
-def _ticks(chart: Chart) -> list[float]:
-    """Round numbers along a logarithmic axis: fewer, the more decades there are."""
-    values = [y for curve in chart.curves for y in (*curve.y, *curve.low, *curve.high) if y > 0]
-    lowest, highest = (math.floor(math.log10(y)) for y in (min(values), max(values)))
-    steps = (1, 2, 5) if highest - lowest < 3 else (1,)
-    return [step * 10.0**decade for decade in range(lowest, highest + 1) for step in steps]
 
 
 def _faint(colour: str) -> str:

@@ -16,6 +16,7 @@ from prong.lab.page.findings import (
     Clock,
     Finding,
     arrival,
+    as_long,
     best,
     first,
     found,
@@ -28,10 +29,10 @@ from prong.lab.page.findings import (
     untestable,
     whitened,
 )
-from prong.lab.page.groups import Group, Point, clocked, groups, own_seconds
+from prong.lab.page.groups import Group, Point, clocked, groups, own_seconds, setting
 from prong.lab.page.runs import Experiment
 from prong.lab.page.tables import best_row, milliseconds, share
-from prong.lab.page.views import relative_condition, setting
+from prong.lab.page.views import relative_condition
 
 NEAR = 0.25  # how far from the paper's number a cost may be
 SIMILAR = 1.5  # the largest ratio of two speed-ups that are alike
@@ -46,8 +47,8 @@ def reduction(experiment: Experiment, least: float) -> Finding:
     drops = [100 * (1 - k["condition_after"] / k["condition_before"]) for k in kept if "condition_before" in k]
     if not drops:
         return untestable("the runs kept no condition number")
-    ours = f"{median(drops):.1f} % ({min(drops):.1f}-{max(drops):.1f}, {len(drops)} seed{'s' * (len(drops) > 1)})"
-    return found(median(drops) > least, ours)
+    spread = f"{min(drops):.1f}-{max(drops):.1f}, {len(drops)} seeds" if len(drops) > 1 else "1 seed"
+    return found(median(drops) > least, f"{median(drops):.1f} % ({spread})")
 
 
 def stays_conditioned(experiment: Experiment) -> Finding:
@@ -68,13 +69,12 @@ def stays_conditioned(experiment: Experiment) -> Finding:
 
 def fewer_updates(experiment: Experiment, times: float) -> Finding:
     """How many times fewer updates the best PRONG needs to SGD's final error."""
-    aim = _aim(experiment, SQUARES)
+    ours = whitened(experiment)
+    aim = _aim(experiment, SQUARES, ours)
     if isinstance(aim, Finding):
         return aim
     sgd, error, base = aim
-    ours = whitened(experiment)
-    if not ours:
-        return not_run("PRONG")
+    ours = as_long(sgd, ours)
     who, updates = first(ours, lambda group: never(arrival(group, SQUARES, error)))
     if math.isinf(updates):
         return found(False, f"none reaches {sgd.name}'s final error of {error:.3g}; {seeds(sgd, *ours)}")
@@ -86,16 +86,17 @@ def fewer_updates(experiment: Experiment, times: float) -> Finding:
 def less_time(experiment: Experiment, keys: Sequence[str] = (), batch_norm: bool = False) -> Finding:
     """Whether the best PRONG is first at SGD's final error by the clock, of these methods or of all.
 
-    Those of different names must all be there for it to win, and whoever did not arrive have been given as much time.
+    Those of different names must all be there for it to win, as long as SGD's, and whoever did not arrive have been
+    given as much time.
     """
-    aim = _aim(experiment, SQUARES)
+    ours = whitened(experiment, batch_norm)
+    aim = _aim(experiment, SQUARES, ours)
     if isinstance(aim, Finding):
         return aim
     sgd, error, _ = aim
-    ours = whitened(experiment, batch_norm)
-    others = [g for g in groups(experiment.runs) if not is_prong(g) and (not keys or g.method in keys)]
-    if not ours:
-        return not_run("PRONG")
+    known = groups(experiment.runs, lengths=False)
+    entered = [g for g in known if not is_prong(g) and (not keys or g.method in keys)]
+    ours, others = as_long(sgd, ours), as_long(sgd, entered)
     apart = all(experiment.pace(group.runs[0]) is not None for group in (*ours, *others))
     clock = clocked(experiment) if apart else own_seconds
 
@@ -113,6 +114,8 @@ def less_time(experiment: Experiment, keys: Sequence[str] = (), batch_norm: bool
         missing = [KEYS[key].name for key in keys if key not in SGD and not of(experiment, key)]
         if missing:
             return not_run(" and ".join(missing))
+        if (finding := unequal(*entered)) is not None:
+            return finding
         short = [g.name for g in others if math.isinf(seconds(g)) and not g.failed and _last(g, clock) < fastest]
         if short:
             return untestable(f"{' and '.join(short)} had less time than that", ours_told)
@@ -124,7 +127,10 @@ def cost(experiment: Experiment, key: str, times: float) -> Finding:
     methods, base = of(experiment, key), of(experiment, *SGD)
     if not methods or not base:
         return not_run("it" if base else "SGD")
+    base = as_long(methods[0], base) or base
     apart = all(experiment.pace(group.runs[0]) is not None for group in (methods[0], base[0]))
+    if not apart and (finding := unequal(methods[0], base[0])) is not None:
+        return finding
     ms, sgd_ms = (milliseconds(experiment, group, apart) for group in (methods[0], base[0]))
     if ms is None or sgd_ms is None:
         return untestable("no updates were timed")
@@ -146,13 +152,13 @@ def time_share(experiment: Experiment, what: str, part: float) -> Finding:
 
 def similar_speed_ups(experiment: Experiment) -> Finding:
     """Whether PRONG and batch norm need alike fewer updates than SGD, to SGD's final training error."""
-    aim = _aim(experiment, "train_error")
+    ours, theirs = whitened(experiment), of(experiment, "batchnorm")
+    aim = _aim(experiment, "train_error", ours)
     if isinstance(aim, Finding):
         return aim
     sgd, error, base = aim
-    ours, theirs = whitened(experiment), of(experiment, "batchnorm")
-    if not ours or not theirs:
-        return not_run("batch norm" if ours else "PRONG")
+    if not theirs:
+        return not_run("batch norm")
     if (finding := unequal(sgd, *ours, *theirs)) is not None:
         return finding
     sides = [first(side, lambda group: never(arrival(group, "train_error", error))) for side in (ours, theirs)]
@@ -199,12 +205,18 @@ def top_1(experiment: Experiment) -> Finding:
     return found(abs(bn - plus) <= 1 and max(bn, plus) < sgd, told)
 
 
-def _aim(experiment: Experiment, value: str) -> tuple[Group, float, Point] | Finding:
-    """SGD, the error it ended with, and where it first had it; or why that says nothing."""
+def _aim(experiment: Experiment, value: str, ours: Sequence[Group]) -> tuple[Group, float, Point] | Finding:
+    """SGD, the error it ended with, and where it first had it; or why that says nothing of ours.
+
+    It is run for as long as some of ours.
+    """
     known = of(experiment, *SGD)
-    if not known:
-        return not_run("SGD")
-    sgd = best(known, value)
+    if not known or not ours:
+        return not_run("PRONG" if known else "SGD")
+    alike = [group for group in known if as_long(group, ours)]
+    if not alike and (finding := unequal(*ours, *known)) is not None:
+        return finding
+    sgd = best(alike, value)
     final = sgd.final(value) if sgd is not None else None
     if sgd is None or final is None:
         return untestable("SGD diverged")

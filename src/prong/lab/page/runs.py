@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prong.lab.folders import RunFolder, run_folders
+from prong.lab.folders import METRICS, RunFolder, run_folders
 from prong.lab.methods import KEYS, OURS
 from prong.lab.racing.clock import Pace
 from prong.lab.record import ForeignRecordError, read_json
@@ -19,6 +20,7 @@ CONFIG: Mapping[str, type] = {  # what the page asks of a configuration
     **dict.fromkeys(("seed", "parameters"), int),
     **dict.fromkeys(("settings", "schedule", "plan"), dict),
 }
+RECORD = {"experiment", "clock", "runs"}  # all that ours hold
 NAME = re.compile(r"\w[\w.+-]*")  # of experiments and measures, which name files
 PAPER = ("conditioning", "sensitivity", "autoencoder", "cifar10", "imagenet")
 ORDER = list(KEYS)
@@ -57,6 +59,12 @@ class Run:
         """How many were made, or measured if it has not ended."""
         made = self.outcome.get("updates") if self.outcome is not None else None
         return int(made if made is not None else self.rows[-1]["update"] if self.rows else 0)
+
+    @property
+    def planned(self) -> int:
+        """How many it was to make: its length, wherever it ended."""
+        planned = flat(self.config).get("updates")
+        return planned if isinstance(planned, int) else self.updates
 
 
 @dataclass(frozen=True)
@@ -118,9 +126,24 @@ def _turn(name: str) -> tuple[int, str]:
     return PAPER.index(name) if name in PAPER else len(PAPER), name
 
 
+def kept_in(path: Path) -> str | None:
+    """The experiment whose record `prong report` has left in a file; None if there is no file.
+
+    Raises:
+        ForeignRecordError: the file is something else, and nothing to write over.
+    """
+    if not path.is_file():
+        return None
+    content = _content(path)
+    if not _is_record(content) or not content.keys() <= RECORD:  # `prong bench pace` has more to say
+        raise ForeignRecordError(f"{path} is not a record that `prong report` made. Name another file with --record.")
+    return str(content["experiment"])
+
+
 def _in_folders(path: Path) -> list[Experiment]:
     if not path.is_dir():
         raise ForeignRecordError(f"{path} does not exist. Name folders of runs, or records of them.")
+    _check_all_seen(path)
     folders = run_folders(path)
     if not folders:
         raise ForeignRecordError(f"{path} holds no runs: no config.json in it or below. Name another folder.")
@@ -128,23 +151,36 @@ def _in_folders(path: Path) -> list[Experiment]:
     return [Experiment(run.config["experiment"], [run]) for run in found]
 
 
+def _check_all_seen(path: Path) -> None:
+    """Refuse a folder with runs below it that a search for them passes over."""
+
+    def refuse(error: OSError) -> None:
+        if isinstance(error, FileNotFoundError):  # it was removed meanwhile
+            return
+        told = f"{error.filename} cannot be read: {error.strerror}. Make it readable, or name other folders."
+        raise ForeignRecordError(told) from error
+
+    for folder, _, files in os.walk(path, onerror=refuse):
+        if METRICS in files and "config.json" not in files:
+            raise ForeignRecordError(f"{folder} has {METRICS} but no config.json to say of which run. Move it away.")
+
+
 def _from_folder(folder: RunFolder) -> Run:
     try:
         outcome = folder.outcome  # before its rows: a run may end meanwhile
         config, environments = folder.config, folder.environments
         rows, keepsakes = folder.rows(), folder.keepsakes
+    except ForeignRecordError:  # which says what to do
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ForeignRecordError(f"{folder.path} is not the folder of a run: {error}. Move it away.") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ForeignRecordError(f"{folder.path} is not the folder of a run: {why}. Move it away.") from error
     return _checked(str(folder.path), config, environments[-1] if environments else {}, rows, outcome, keepsakes)
 
 
 def _recorded(path: Path) -> Experiment:
-    try:
-        content = read_json(path)
-    except OSError as error:
-        raise ForeignRecordError(f"{path} cannot be read: {error.strerror}. Name another file.") from error
-    kinds = {"experiment": str, "runs": list}
-    if not isinstance(content, dict) or not all(isinstance(content.get(name), kind) for name, kind in kinds.items()):
+    content = _content(path)
+    if not _is_record(content):
         raise ForeignRecordError(f"{path} is not a record of runs. `prong report FOLDER --record FILE` makes one.")
     name, runs = content["experiment"], []
     for number, run in enumerate(content["runs"], start=1):
@@ -154,6 +190,18 @@ def _recorded(path: Path) -> Experiment:
         if runs[-1].config["experiment"] != name:
             raise ForeignRecordError(f"{where} is not of {name}. Make the record anew.")
     return Experiment(name, runs, _clock(content))
+
+
+def _content(path: Path) -> Any:
+    try:
+        return read_json(path)
+    except OSError as error:
+        raise ForeignRecordError(f"{path} cannot be read: {error.strerror}. Name another file.") from error
+
+
+def _is_record(content: Any) -> bool:
+    kinds = {"experiment": str, "runs": list}
+    return isinstance(content, dict) and all(isinstance(content.get(name), kind) for name, kind in kinds.items())
 
 
 def _clock(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,7 +220,8 @@ def _checked(where: str, config: Any, environment: Any, rows: Any, outcome: Any,
         raise ForeignRecordError(f"{where} has no configuration. Move it away, or name another.")
     wrong = [name for name, kind in CONFIG.items() if not isinstance(config.get(name), kind)]
     if wrong:
-        raise ForeignRecordError(f"{where} is of another version: its configuration lacks {', '.join(wrong)}.")
+        lacking = f"its configuration lacks {', '.join(wrong)}"
+        raise ForeignRecordError(f"{where} is of another version: {lacking}. Move it away, or name another.")
     if not isinstance(rows, list) or not all(_is_row(row) for row in rows):
         raise ForeignRecordError(f"{where} has rows that are not numbers by name. Move it away, or name another.")
     for name in (config["experiment"], *dict.fromkeys(name for row in rows for name in row)):

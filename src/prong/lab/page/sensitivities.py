@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import median
 
 from prong.lab.page.findings import SQUARES, Finding, found, not_run, seeds
-from prong.lab.page.groups import Group, groups
-from prong.lab.page.runs import Experiment
-from prong.lab.page.views import setting
+from prong.lab.page.groups import Group, groups, setting
+from prong.lab.page.pairs import Pairs, lost_their_way, paired
+from prong.lab.page.runs import Experiment, Run
 
 
 def lower_eps_helps(experiment: Experiment) -> Finding:
@@ -38,18 +39,23 @@ def eps_beats_rate(experiment: Experiment) -> Finding:
 
 
 def high_rates_diverge(experiment: Experiment) -> Finding:
-    """Whether the largest learning rate diverges with the smallest damping, and the smallest learning rate does not."""
+    """Whether the largest learning rate is unstable with the smallest damping, and the smallest learning rate is not.
+
+    Unstable is what diverges or loses its way: an error that grows and stays large is no less a failure than a NaN.
+    """
     pairs = _pairs(experiment)
     rates, dampings = sorted({lr for lr, _ in pairs}), sorted({eps for _, eps in pairs})
     if len(rates) < 2:
         return not_run("several learning rates")
-    high, low = pairs.get((rates[-1], dampings[0])), pairs.get((rates[0], dampings[0]))
-    if high is None or low is None:
+    if not {(rates[0], dampings[0]), (rates[-1], dampings[0])} <= pairs.keys():
         return not_run(f"ε {dampings[0]:g} at lr {rates[0]:g} or {rates[-1]:g}")
     failed = sorted(pair for pair, group in pairs.items() if group.failed)
-    told = f"{len(failed)} of {len(pairs)} pairs diverged"
-    named = "".join(f", lr {lr:g} with ε {eps:g}" for lr, eps in failed)
-    return found(high.failed and not low.failed, f"{told}{named}; {seeds(*pairs.values())}")
+    lost = sorted(lost_their_way(pairs))
+    told = f"{len(failed)} of {len(pairs)} pairs diverged{_named(failed)}"
+    told += f", {len(lost)} lost {'its' if len(lost) == 1 else 'their'} way{_named(lost)}"
+    unstable = {*failed, *lost}
+    holds = (rates[-1], dampings[0]) in unstable and (rates[0], dampings[0]) not in unstable
+    return found(holds, f"{told}; {seeds(*pairs.values())}")
 
 
 def whitened_start_wins(experiment: Experiment) -> Finding:
@@ -68,7 +74,7 @@ def long_period_degrades(experiment: Experiment, period: float) -> Finding:
     """Whether a very long period ends above the best of the others."""
     ends = {p: starts["whitened"] for p, starts in _periods(experiment).items() if "whitened" in starts}
     if period not in ends or len(ends) < 2:
-        return not_run(f"T {period:g}, or of others")
+        return not_run(f"T {period:,.0f}, or of others")
     other = min((p for p in ends if p != period), key=lambda p: _error(ends[p]))
     told = f"{_end(ends[period])} at T {period:,.0f}, {_end(ends[other])} at T {other:,}; {seeds(*ends.values())}"
     updates = median(run.updates for run in ends[period].runs)
@@ -77,21 +83,25 @@ def long_period_degrades(experiment: Experiment, period: float) -> Finding:
     return found(_error(ends[period]) > _error(ends[other]), told)
 
 
-def _pairs(experiment: Experiment) -> dict[tuple[float, float], Group]:
-    return {(setting("lr")(group), setting("eps")(group)): group for group in _of_prong(experiment, "eps")}
+def _named(known: Sequence[tuple[float, float]]) -> str:
+    told = [f"lr {lr:g} with ε {eps:g}" for lr, eps in known]
+    return f" ({', '.join(told)})" if told else ""
+
+
+def _pairs(experiment: Experiment) -> Pairs:
+    return paired(_of_prong(experiment, "eps"))
 
 
 def _periods(experiment: Experiment) -> dict[float, dict[str, Group]]:
     known: dict[float, dict[str, Group]] = {}
-    for group in _of_prong(experiment, "period"):
+    for group in groups(_of_prong(experiment, "period")):
         known.setdefault(setting("period")(group), {})[group.config["initialisation"]] = group
     return dict(sorted(known.items()))
 
 
-def _of_prong(experiment: Experiment, part: str) -> list[Group]:
-    """The groups of a part: the paper's method alone, where variants were run too."""
-    known = groups(experiment.part(part).runs)
-    return [group for group in known if group.method == "prong"]
+def _of_prong(experiment: Experiment, part: str) -> list[Run]:
+    """The runs of a part: the paper's method alone, where variants were run too."""
+    return [run for run in experiment.part(part).runs if run.method == "prong"]
 
 
 def _error(group: Group) -> float:

@@ -8,10 +8,12 @@ from typing import Any
 
 from prong.lab.bench.sheets import NONE, Sheet, origin
 from prong.lab.methods import KEYS
-from prong.lab.page.findings import SGD
-from prong.lab.page.groups import Group, groups, quantities
+from prong.lab.page.findings import SGD, SQUARES
+from prong.lab.page.groups import Group, groups, quantities, setting
+from prong.lab.page.pairs import by_label, paired
 from prong.lab.page.runs import Experiment, Run, flat
-from prong.lab.page.views import clock_note, setting, words
+from prong.lab.page.ticks import HUGE
+from prong.lab.page.views import clock_note, words
 
 NUMBERS = "parameters, but for batch norm's"
 COMMIT = "; commit "  # as an origin has it
@@ -30,7 +32,10 @@ def results(experiment: Experiment, part: str = "") -> Sheet:
         cells = [_final(ended, measure) for measure in measures]
         rows.append([group.name, seeds, f"{median(run.updates for run in shown):,.0f}", *cells])
     headings = ["method", "seeds", "updates", *(words(measure) + _unit(measure) for measure in measures)]
-    note = "Medians over seeds, and in brackets the smallest and the largest. Unfinished runs are not in them."
+    note = (
+        "Medians over seeds, and in brackets the smallest and the largest, where these differ. "
+        "Unfinished runs are not in them."
+    )
     return Sheet(_titled("Final measurements", part), headings, rows, note)
 
 
@@ -81,7 +86,7 @@ def costs(experiment: Experiment) -> Sheet | None:
         ratios = [ratio, ratio * batch(base[0]) / batch(group)]
         shares = [share(experiment, group.method, what) for what in ("refresh", "statistics")]
         percents = [NONE if part is None else f"{100 * part:.1f} %" for part in shares]
-        rows.append([group.name, f"{cost:.2f}", *(f"{r:.2f}" if alike else NONE for r in ratios), *percents])
+        rows.append([group.name, f"{cost:,.2f}", *(f"{r:,.2f}" if alike else NONE for r in ratios), *percents])
     headings = ["method", "ms per update", f"times {base[0].name}", "per epoch, times", "refresh", "statistics"]
     return Sheet("Cost", headings, rows, f"{clock_note(experiment)} The initialisation is not counted in these.")
 
@@ -94,18 +99,16 @@ def share(experiment: Experiment, method: str, what: str) -> float | None:
 
 def grids(experiment: Experiment) -> list[Sheet]:
     """Final training errors by damping and learning rate, of every method with such runs."""
-    found: dict[str, list[Group]] = {}
-    for group in groups(experiment.part("eps").runs):
-        found.setdefault(group.config["label"], []).append(group)
-    return [_grid(label if len(found) > 1 else "", members) for label, members in found.items()]
+    found = by_label(experiment, "eps")
+    return [_grid(label if len(found) > 1 else "", runs) for label, runs in found.items()]
 
 
-def _grid(label: str, found: Sequence[Group]) -> Sheet:
-    rates = sorted({setting("lr")(group) for group in found})
-    cells = {(setting("eps")(group), setting("lr")(group)): group for group in found}
+def _grid(label: str, runs: Sequence[Run]) -> Sheet:
+    cells = paired(runs)
+    rates = sorted({rate for rate, _ in cells})
     rows = [
-        [f"{eps:g}", *(_cell(cells.get((eps, rate))) for rate in rates)]
-        for eps in sorted({eps for eps, _ in cells}, reverse=True)
+        [f"{eps:g}", *(_cell(cells.get((rate, eps))) for rate in rates)]
+        for eps in sorted({eps for _, eps in cells}, reverse=True)
     ]
     headings = ["ε", *(f"lr {rate:g}" for rate in rates)]
     title = _titled("Final training error by ε and learning rate", label)
@@ -195,16 +198,18 @@ def _final(group: Group, measure: str) -> str:
 def _spread(values: Sequence[float], several: bool = True) -> str:
     low, middle, high = min(values), median(values), max(values)
     told = [_number(value) for value in (middle, low, high)]
-    return f"{told[0]} ({told[1]}-{told[2]})" if several and len(values) > 1 else told[0]
+    return f"{told[0]} ({told[1]}-{told[2]})" if several and len(set(told)) > 1 else told[0]
 
 
 def _number(value: float) -> str:
-    """Four digits that count, or all before the point."""
-    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:#.4g}".rstrip(".")
+    """Four digits that count, or all before the point unless these are very many."""
+    if abs(value) >= HUGE:
+        return f"{value:.3e}"
+    return f"{value:,.0f}" if abs(value) >= 1e3 else f"{value:#,.4g}".rstrip(".")
 
 
 def _cell(group: Group | None) -> str:
-    return NONE if group is None else _final(group.ended, "train_squared_error")
+    return NONE if group is None else _final(group.ended, SQUARES)
 
 
 def _titled(title: str, part: str) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from prong.lab.page.charts import Chart, Curve, Dash, Figure, HeatMaps, curve, looks, two_ways
-from prong.lab.page.groups import Group, Value, clocked, groups, quantities
-from prong.lab.page.runs import Experiment, Run, flat
+from prong.lab.page.findings import SQUARES
+from prong.lab.page.grids import Cell, Grid
+from prong.lab.page.groups import Group, Value, clocked, groups, quantities, setting
+from prong.lab.page.pairs import LOST_WORDS, by_label, lost_their_way, paired
+from prong.lab.page.runs import Experiment, Run
 
 UPDATES, SECONDS = "updates", "seconds"
 WORDS = {
@@ -26,7 +28,13 @@ OWN = "Seconds are the runs' own: whatever else the machine did is in them"
 def figures(experiment: Experiment) -> list[Figure]:
     """All figures of an experiment, without those that have nothing to show."""
     drawn = VIEWS.get(experiment.name, generic)(experiment)
-    return [figure for figure in drawn if isinstance(figure, HeatMaps) or any(c.x for c in figure.curves)]
+    return [figure for figure in drawn if _shows(figure)]
+
+
+def _shows(figure: Figure) -> bool:
+    if isinstance(figure, Chart):
+        return any(line.x for line in figure.curves)
+    return isinstance(figure, HeatMaps) or any(cell for row in figure.cells for cell in row)
 
 
 def words(quantity: str) -> str:
@@ -71,9 +79,7 @@ def generic(experiment: Experiment) -> Sequence[Figure]:
 def autoencoder(experiment: Experiment) -> Sequence[Figure]:
     """Training and test error, against updates and against seconds."""
     return [
-        over(experiment, quantity, seconds)
-        for quantity in ("train_squared_error", "test_squared_error")
-        for seconds in (False, True)
+        over(experiment, quantity, seconds) for quantity in (SQUARES, "test_squared_error") for seconds in (False, True)
     ]
 
 
@@ -116,19 +122,14 @@ def conditioning(experiment: Experiment) -> Sequence[Figure]:
 
 
 def sensitivity(experiment: Experiment) -> Sequence[Figure]:
-    """Training error for every damping and learning rate, and for every period from both initialisations."""
-    eps = [_shown(group) for group in groups(experiment.part("eps").runs)]
-    period = [_shown(group) for group in groups(experiment.part("period").runs)]
-    eps.sort(key=lambda group: (-setting("eps")(group), -setting("lr")(group)))
-    period.sort(key=lambda group: (group.config["initialisation"] != "whitened", setting("period")(group)))
-    by_eps = two_ways(eps, setting("eps"), setting("lr"))
-    by_period = two_ways(period, setting("period"), lambda group: str(group.config["initialisation"]))
-    crosses = "A cross marks where a pair diverged."
-    both = "Solid: whitened initialisation. Dashed: fan-in initialisation."
-    return [
-        _errors("eps", "Training error by damping ε and learning rate", eps, by_eps, _pair, crosses),
-        _errors("period", "Training error by period T and initialisation", period, by_period, _start, both),
-    ]
+    """Of every method the training error by damping and learning rate, and by period from both initialisations."""
+    drawn: list[Figure] = []
+    for part, views in {"eps": (_dampings, _final_errors), "period": (_periods,)}.items():
+        methods = by_label(experiment, part)
+        for number, (label, runs) in enumerate(methods.items(), start=1):
+            name, who = (f"-{number}", f" ({label})") if len(methods) > 1 else ("", "")
+            drawn += [view(name, who, runs) for view in views]
+    return drawn
 
 
 VIEWS: Mapping[str, Callable[[Experiment], Sequence[Figure]]] = {
@@ -140,15 +141,50 @@ VIEWS: Mapping[str, Callable[[Experiment], Sequence[Figure]]] = {
 }
 
 
-def setting(name: str) -> Callable[[Group], Any]:
-    """What a group has under a name; zero where it has nothing."""
-    return lambda group: flat(group.config).get(name, 0.0)
-
-
 def relative_condition(run: Run, row: Mapping[str, float]) -> float | None:
     """The condition number of a row in % of the run's first."""
     first = next((known["condition"] for known in run.rows if "condition" in known), None)
     return 100 * row["condition"] / first if first and "condition" in row else None
+
+
+def _dampings(name: str, who: str, runs: Sequence[Run]) -> Figure:
+    """A method's training error for every pair of damping and learning rate."""
+    eps = [_shown(group) for group in groups(runs)]
+    eps.sort(key=lambda group: (-setting("eps")(group), -setting("lr")(group)))
+    styles = two_ways(eps, setting("eps"), setting("lr"))
+    title = f"Training error by damping ε and learning rate{who}"
+    return _errors(f"eps{name}", title, eps, styles, _pair, "A cross marks where a pair diverged.")
+
+
+def _periods(name: str, who: str, runs: Sequence[Run]) -> Figure:
+    """A method's training error for every period, from both initialisations."""
+    period = [_shown(group) for group in groups(runs)]
+    period.sort(key=lambda group: (group.config["initialisation"] != "whitened", setting("period")(group)))
+    styles = two_ways(period, setting("period"), lambda group: str(group.config["initialisation"]))
+    title = f"Training error by period T and initialisation{who}"
+    note = "Solid: whitened initialisation. Dashed: fan-in initialisation."
+    return _errors(f"period{name}", title, period, styles, _start, note)
+
+
+def _final_errors(name: str, who: str, runs: Sequence[Run]) -> Figure:
+    """Where a method's pairs of damping and learning rate ended."""
+    known = paired(runs)
+    rates, dampings = sorted({lr for lr, _ in known}), sorted({eps for _, eps in known}, reverse=True)
+    lost = lost_their_way({pair: group.ended for pair, group in known.items()})
+    cells = [[_end(known.get((lr, eps)), (lr, eps) in lost) for lr in rates] for eps in dampings]
+    note = f"A cross: diverged. Lost its way: ended {LOST_WORDS}. Empty: not run, or not ended."
+    columns, rows = ([f"{value:g}" for value in values] for values in (rates, dampings))
+    title = f"Final training error by damping ε and learning rate{who}"
+    return Grid(f"eps-final{name}", title, "learning rate", "ε", words(SQUARES), columns, rows, cells, note)
+
+
+def _end(group: Group | None, lost: bool) -> Cell | None:
+    if group is None or not group.ended.runs:
+        return None
+    final = group.ended.final(SQUARES)
+    if final is None:
+        return Cell(None, "diverged") if group.ended.failed else None
+    return Cell(final.median, "lost its way" if lost else "")
 
 
 def _errors(
@@ -159,11 +195,10 @@ def _errors(
     label: Callable[[Group], str],
     note: str,
 ) -> Chart:
-    named = [Group(label(group), group.runs) for group in found]
-    curves = [
-        curve(group, group.points("train_squared_error"), style) for group, style in zip(named, styles, strict=True)
-    ]
-    return Chart(name, title, UPDATES, words("train_squared_error"), curves, log_y=_log(curves, None), note=note)
+    lengths = len({group.planned for group in found}) > 1
+    named = [Group(label(group) + (f", {group.planned:,} updates" if lengths else ""), group.runs) for group in found]
+    curves = [curve(group, group.points(SQUARES), style) for group, style in zip(named, styles, strict=True)]
+    return Chart(name, title, UPDATES, words(SQUARES), curves, log_y=_log(curves, None), note=note)
 
 
 def _pair(group: Group) -> str:
