@@ -379,6 +379,13 @@ def test_a_whitened_start_must_win_for_every_period_and_a_tie_is_no_win(
     assert "shorter than T" in long.ours, "it never re-estimated"
 
 
+def test_runs_that_end_before_a_long_period_does_do_not_refute_that_it_degrades(tmp_path: Path) -> None:
+    for period, final in ((10, 5.0), (100_000, 5.0)):
+        write_period(tmp_path, period, "whitened", final)
+    found = judged(tmp_path, "T is too large")
+    assert found.verdict == "cannot be tested here" and "shorter than T" in found.why
+
+
 def write_cifar(root: Path, method: str, train: list[float], validation: list[float], test: list[float]) -> None:
     names = ("train_error", "validation_error", "test_error")
     points = enumerate(zip(train, validation, test, strict=True))

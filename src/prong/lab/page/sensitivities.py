@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from prong.lab.page.findings import SQUARES, Finding, found, not_run, seeds
+from prong.lab.page.findings import SQUARES, Finding, found, not_run, seeds, untestable
 from prong.lab.page.groups import Group, groups, setting
 from prong.lab.page.pairs import Pairs, lost_their_way, paired
 from prong.lab.page.runs import Experiment, Run
@@ -71,16 +71,17 @@ def whitened_start_wins(experiment: Experiment) -> Finding:
 
 
 def long_period_degrades(experiment: Experiment, period: float) -> Finding:
-    """Whether a very long period ends above the best of the others."""
+    """Whether a very long period ends above the best of the others; where it does not, longer runs than it might."""
     ends = {p: starts["whitened"] for p, starts in _periods(experiment).items() if "whitened" in starts}
     if period not in ends or len(ends) < 2:
         return not_run(f"T {period:,.0f}, or of others")
     other = min((p for p in ends if p != period), key=lambda p: _error(ends[p]))
     told = f"{_end(ends[period])} at T {period:,.0f}, {_end(ends[other])} at T {other:,}; {seeds(*ends.values())}"
-    updates = median(run.updates for run in ends[period].runs)
-    if updates < period:
-        told += f"; runs of {updates:,.0f} updates, shorter than T"
-    return found(_error(ends[period]) > _error(ends[other]), told)
+    updates, degrades = median(run.updates for run in ends[period].runs), _error(ends[period]) > _error(ends[other])
+    if updates >= period:
+        return found(degrades, told)
+    short = f"runs of {updates:,.0f} updates, shorter than T"
+    return found(True, f"{told}; {short}") if degrades else untestable(short, told)
 
 
 def _named(known: Sequence[tuple[float, float]]) -> str:
