@@ -52,6 +52,7 @@ def test_a_record_has_versions_and_threads_and_can_be_read_back(tmp_path: Path) 
     assert record["environment"] == environment()
     assert record["environment"]["threads"] == torch.get_num_threads()
     assert record["environment"]["optuna"] == optuna.__version__
+    assert record["environment"]["bfloat16"] in (True, False) and record["environment"]["capability"]
 
 
 def test_a_package_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import torch
 from filelock import FileLock, Timeout
 
 import prong
+from prong.precision import has_bfloat16
 
 PACKAGES = ("optuna", "pytorch_optimizer")  # on which searches and peers depend
 
@@ -34,13 +35,15 @@ def _own_commit() -> str | None:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, processors and threads."""
+    """Versions, what the processors can do, and threads."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         **{name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "bfloat16": has_bfloat16(),
         "threads": torch.get_num_threads(),
     }
 
