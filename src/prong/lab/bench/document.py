@@ -67,6 +67,13 @@ SECTIONS = (
         "refresh", refresh.sheets, refresh.picture, "prong bench refresh --samples 12800 --json results/refresh.json"
     ),
     Section(
+        "refresh-samples",
+        refresh.sheets,
+        None,
+        "prong bench refresh --max-width 1024 --samples 128 1280 12800 --json results/refresh-samples.json",
+        bench="refresh",
+    ),
+    Section(
         "scaling", scaling.sheets, scaling.picture, "prong bench scaling --repetitions 3 --json results/scaling.json"
     ),
     Section("spaces", spaces.sheets, None, "prong bench spaces --json results/spaces.json"),
