@@ -73,10 +73,11 @@ class Layout:
             packed = W.reshape(self.groups, self.outputs, self.inputs, -1).transpose(2, 3)
         return self._split(packed)
 
-    def unpack(self, X: Tensor) -> Tensor:
-        """The inverse of `pack`, contiguous as torch's own weights are."""
+    def unpack(self, X: Tensor, like: Tensor | None = None) -> Tensor:
+        """The inverse of `pack`, contiguous as torch's own weights are; or laid out in memory as `like` is."""
         X = self._join(X)
-        return (X.permute(0, 3, 1, 2) if self.transposed else X.transpose(2, 3)).reshape(self.shape).contiguous()
+        W = (X.permute(0, 3, 1, 2) if self.transposed else X.transpose(2, 3)).reshape(self.shape)
+        return W if like is not None and W.stride() == like.stride() else W.contiguous()
 
     def spread(self, s: Tensor) -> Tensor:
         """A number for each input, s (groups, in), shaped so that it multiplies a stored weight."""

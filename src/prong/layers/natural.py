@@ -248,7 +248,7 @@ class _Naturalize(_Function):
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or in_transform():  # nothing is overwritten there
             cP = None
         nW, nb = natural_gradient(packed, bias, P, c, ctx.tail, cP)
-        return layout.unpack(nW), None if nb is None else nb.reshape(-1), *nothing
+        return layout.unpack(nW, like=gW), None if nb is None else nb.reshape(-1), *nothing
 
 
 class _NaturalizeForwardMode(_Naturalize):
@@ -322,19 +322,19 @@ class _Natural(_Function):
             W, _ = naturalize(W, b, P, c, cP, ctx.gain, ctx.tail, operation.layout, ctx.switch)
         if need_h:
             gh = operation.input_gradient(delta, h.to(delta.dtype), W.to(delta.dtype)).to(h.dtype)
+        ordinary = ctx.switch.ordinary
         with full_precision(W):
-            delta, h = delta.to(W.dtype), h.to(W.dtype)
-            gain = None if ctx.gain is None or ctx.switch.ordinary else ctx.gain.take()
-            if need_W and not ctx.switch.ordinary:
+            x, precise = h.to(W.dtype), delta.to(W.dtype)
+            gain = None if ctx.gain is None or ordinary else ctx.gain.take()
+            if need_W and not ordinary:
                 centre = (None, None) if not need_b else (c, None) if cP is None else (None, cP)
-                x = operation.whitened(h, P, centre, ctx.tail, gain)
-                nW = operation.weight_gradient(delta, x, W)
-                if need_b and c is not None:
-                    nb = operation.natural_bias(delta, x, nW, c, gain)
-            elif need_W:
-                nW = operation.weight_gradient(delta, h, W)
-            if need_b and nb is None:
-                nb = _scaled(operation.bias_gradient(delta), operation.layout, gain)
+                x = operation.whitened(x, P, centre, ctx.tail, gain)
+            if need_W:  # from inputs whitened precisely, multiplied as a plain layer's: under autocast in half precision
+                nW = operation.weight_gradient(delta, x.to(delta.dtype), W.to(delta.dtype)).to(W.dtype)
+            if need_b and nW is not None and c is not None and not ordinary:
+                nb = operation.natural_bias(precise, x, nW, c, gain)
+            elif need_b:
+                nb = _scaled(operation.bias_gradient(precise), operation.layout, gain)
         return gh, nW, nb, *(None,) * 7
 
 
@@ -353,7 +353,7 @@ class _NaturalForwardMode(_Natural):
         return tangent if tb is None else tangent + operation.broadcast(tb)
 
 
-CROSSOVER = {"linear": 1.1, "convolution": 0.7}  # measured by `prong bench spaces`; by counting products it is 1
+CROSSOVER = {"linear": 1.1, "convolution": 0.4}  # measured by `prong bench spaces`; by counting products it is 1
 
 
 def activation_space_is_cheaper(layout: Layout, positions: int) -> bool:
