@@ -150,11 +150,11 @@ def test_the_cheaper_space_is_chosen_by_positions(monkeypatch):
             "activation_space_is_cheaper",
             lambda layout, n, decide=decide: chosen.append((n, decide(layout, n))) or chosen[-1][1],
         )
-    layer = prong.whiten_(nn.Conv2d(2, 4, 3, padding=1))  # 36 outputs times taps; a padded 3 x 3 map has 25 positions
+    layer = prong.whiten_(nn.Conv2d(2, 4, 3, padding=1))  # 36 outputs times taps; a padded 1 x 1 map has 9 positions
     prong.refresh_(layer, [torch.randn(5, 2, 4, 4)])
-    for h in (torch.randn(1, 2, 4, 4), torch.randn(2, 3, 4), torch.randn(2, 2, 1, 1)):
+    for h in (torch.randn(1, 2, 4, 4), torch.randn(2, 3, 4), torch.randn(1, 2, 1, 1)):
         layer(h)
-    assert chosen == [(36, False), (30, False), (18, True)]
+    assert chosen == [(36, False), (30, False), (9, True)]
     chosen.clear()
     layer = prong.whiten_(nn.Linear(3, 10))
     prong.refresh_(layer, [torch.randn(5, 3)])

@@ -88,8 +88,8 @@ def test_options_reach_every_method_that_knows_them(mnist: Path) -> None:
     assert rmsprop.settings["decay"] == 0.9 and rmsprop.settings["eps"] == 0.25, "the initialisation's damping"
     assert whitened.settings["eps"] == 0.25 and "decay" not in whitened.settings
     assert {job.settings["lr"] for job in (rmsprop, whitened, adam)} == {0.5}
-    standard = autoencoder.jobs(autoencoder.Options(methods=("adam",), start="standard", eps=0.25))[0]
-    assert "eps" not in standard.settings
+    options = autoencoder.Options(methods=("adam", "prong"), start="standard", eps=0.25)
+    assert ["eps" in job.settings for job in autoencoder.jobs(options)] == [False, True]
 
 
 def test_sigmoid_code_units_are_another_configuration(mnist: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +203,11 @@ def test_rows_go_to_tensorboard_too(mnist: Path, tmp_path: Path) -> None:
         (("autoencoder", "--decay", "1.5"), "decay is at least 0 and less than 1, got 1.5"),
         (("autoencoder", "--regulariser", "0"), "regulariser is positive and finite, got 0"),
         (("autoencoder", "--warm-up", "-1"), "--warm-up is at least 0, got -1"),
+        (
+            ("autoencoder", "--methods", "adam", "--decay", "0.9", "--eps", "0.1"),
+            "no method that takes part has anything to do with --eps, --decay. Leave it out.",
+        ),
+        (("conditioning", "--methods", "adam", "--momentum", "0.5"), "anything to do with --momentum"),
         (("sensitivity", "--parts"), "--parts are one or more, each once; got none"),
         (("sensitivity", "--lrs", "0.1", "0.1"), "--lrs are one or more, each once; got 0.1, 0.1"),
     ],

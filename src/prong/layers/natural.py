@@ -329,7 +329,9 @@ class _Natural(_Function):
             if need_W and not ordinary:
                 centre = (None, None) if not need_b else (c, None) if cP is None else (None, cP)
                 x = operation.whitened(x, P, centre, ctx.tail, gain)
-            if need_W:  # from inputs whitened precisely, multiplied as a plain layer's: under autocast in half precision
+            if (
+                need_W
+            ):  # from inputs whitened precisely, multiplied as a plain layer's: under autocast in half precision
                 nW = operation.weight_gradient(delta, x.to(delta.dtype), W.to(delta.dtype)).to(W.dtype)
             if need_b and nW is not None and c is not None and not ordinary:
                 nb = operation.natural_bias(precise, x, nW, c, gain)

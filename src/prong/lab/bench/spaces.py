@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from prong.lab.bench.sheets import NONE, Sheet, number, present
 from prong.lab.record import keep, provenance
@@ -22,7 +24,7 @@ from prong.whitening import times_inverse
 
 NAME = "spaces"
 ACTIVATION, GRADIENT = "activation space", "gradient space"
-RATIOS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
+RATIOS = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
 CALLS = 5  # timed at once
 
 
@@ -38,7 +40,7 @@ def main(
     Args:
         width: inputs and outputs of the linear layer.
         channels: of the convolution, in and out.
-        map_size: height and width of the convolution's padded maps.
+        map_size: height and width of the convolution's maps, before their padding by one.
         repetitions: of every block; medians are printed.
         json: file for the record: configuration, environment, commit and every repetition.
     """
@@ -52,8 +54,8 @@ def main(
     cases = [(layer, rank, ratio) for layer in ("linear", "convolution") for rank in (1.0, 0.125) for ratio in RATIOS]
     with progress(console, "blocks", len(cases) * 2 * (repetitions + 1)) as on_step:
         for layer, rank, ratio in cases:
-            operation, h = _linear(width, ratio) if layer == "linear" else _convolution(channels, map_size, ratio)
-            times = interleaved(_blocks(operation, h, rank), repetitions, on_step)
+            case = _linear(width, ratio) if layer == "linear" else _convolution(channels, map_size, ratio)
+            times = interleaved(_blocks(case, rank), repetitions, on_step)
             milliseconds = {space: [1000 * s / CALLS for s in seconds] for space, seconds in times.items()}
             record["points"].append({"layer": layer, "rank": rank, "ratio": ratio, "ms": milliseconds})
             keep(json, record, finished=False)
@@ -61,37 +63,53 @@ def main(
     present(console, sheets(record), json)
 
 
-def _linear(width: int, ratio: float) -> tuple[Operation, Tensor]:
-    return Linear(Layout((width, width))), torch.randn(max(1, round(width * ratio)), width)
+@dataclass(frozen=True)
+class Case:
+    """A layer's inputs, and its operation in either space: activation space takes maps that are padded beforehand."""
+
+    h: Tensor
+    plain: Operation
+    unpadded: Operation
+    margin: int = 0
+
+    def padded(self) -> Tensor:
+        """The inputs with zeros around them."""
+        return F.pad(self.h, [self.margin] * 4) if self.margin else self.h
 
 
-def _convolution(channels: int, size: int, ratio: float) -> tuple[Operation, Tensor]:
+def _linear(width: int, ratio: float) -> Case:
+    operation = Linear(Layout((width, width)))
+    return Case(torch.randn(max(1, round(width * ratio)), width), operation, operation)
+
+
+def _convolution(channels: int, size: int, ratio: float) -> Case:
     layout = Layout((channels, channels, 3, 3))
     ones, zeros = (1, 1), (0, 0)
-    examples = max(1, round(ratio * channels * 9 / size**2))
-    return Convolution(layout, ones, ones, zeros, zeros), torch.randn(examples, channels, size, size)
+    plain, unpadded = (Convolution(layout, ones, ones, padding, zeros) for padding in (ones, zeros))
+    examples = max(1, round(ratio * channels * 9 / (size + 2) ** 2))
+    return Case(torch.randn(examples, channels, size, size), plain, unpadded, margin=1)
 
 
-def _blocks(operation: Operation, h: Tensor, rank: float) -> dict[str, Callable[[], None]]:
-    """Forward and backward of the same layer by both ways; only parameters want gradients."""
-    layout = operation.layout
+def _blocks(case: Case, rank: float) -> dict[str, Callable[[], None]]:
+    """Forward and backward of the same layer by both ways."""
+    layout, h = case.plain.layout, case.h.requires_grad_()
     W = torch.randn(layout.shape).requires_grad_()
     b = torch.zeros(layout.outputs).requires_grad_()
     c = torch.randn(1, layout.features)
     thin = rank < 1
     P, tail = torch.randn(1, layout.features, round(rank * layout.features)), 1.0 if thin else 0.0
     cP = times_inverse(c.unsqueeze(1), P, tail).squeeze(1)
-    delta = torch.randn_like(operation(h, W, b).detach())
+    delta = torch.randn_like(case.plain(h, W, b).detach())
     switch = Switch()
     ways: dict[str, Callable[[], Tensor]] = {
-        ACTIVATION: lambda: natural(operation, h, W, b, P, c, cP, None, tail, switch),
-        GRADIENT: lambda: operation(h, *naturalize(W, b, P, c, cP, None, tail, layout, switch)),
+        ACTIVATION: lambda: natural(case.unpadded, case.padded(), W, b, P, c, cP, None, tail, switch),
+        GRADIENT: lambda: case.plain(h, *naturalize(W, b, P, c, cP, None, tail, layout, switch)),
     }
 
     def block(way: Callable[[], Tensor]) -> Callable[[], None]:
         def run() -> None:
             for _ in range(CALLS):
-                torch.autograd.grad(way(), [W, b], delta)
+                torch.autograd.grad(way(), [h, W, b], delta)
 
         return run
 
@@ -123,4 +141,4 @@ def _sheet(record: Mapping[str, Any], layer: str, rank: float) -> Sheet:
     note = f"Equal at {NONE if where is None else f'{where:.2f}'}. Medians of {record['config']['repetitions']}."
     kind = "exact P" if rank == 1 else f"thin P of rank {rank:g} in"
     headings = ("positions / (outputs x taps)", f"ms, {ACTIVATION}", f"ms, {GRADIENT}", "ratio")
-    return Sheet(f"{layer}, {kind}: forward and backward, parameters only", headings, rows, note)
+    return Sheet(f"{layer}, {kind}: forward and backward", headings, rows, note)

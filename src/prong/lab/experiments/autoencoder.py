@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from prong.lab.experiments.common import Common, Flat, Start, Tuned, given, make_job, source_of
+from prong.lab.experiments.common import Common, Flat, Start, Tuned, each_used, given, make_job, source_of
 from prong.lab.experiments.perform import perform
 from prong.lab.jobs import Job
 from prong.lab.methods import Schedule
@@ -116,4 +116,5 @@ def jobs(options: Options) -> list[Job]:
             tuned = TUNED.get(key, Tuned({}))
             job = make_job(NAME, task, key, tuned, schedule, plan, changes, options.start)
             made.append(replace(job, model="sigmoid code" if options.code_activation else ""))
+    each_used(made, changes)
     return made

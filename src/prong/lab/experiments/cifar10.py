@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from prong.lab.experiments.common import Common, Flat, Start, Tuned, at_most, given, make_job, source_of
+from prong.lab.experiments.common import Common, Flat, Start, Tuned, at_most, each_used, given, make_job, source_of
 from prong.lab.experiments.perform import perform
 from prong.lab.jobs import Job
 from prong.lab.methods import KEYS, Schedule
@@ -109,4 +109,5 @@ def jobs(options: Options) -> list[Job]:
         for key in options.chosen(tuple(TUNED), FIT):
             tuned = TUNED.get(key, Tuned({}))
             made.append(make_job(NAME, task, key, tuned, schedule, plan, changes, options.start))
+    each_used(made, changes)
     return made

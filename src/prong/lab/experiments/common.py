@@ -144,6 +144,13 @@ def check_job(job: Job) -> None:
             raise SystemExit(wrong)
 
 
+def each_used(jobs: Iterable[Job], changes: Settings) -> None:
+    """Leave with one line if a setting was given that no run knows."""
+    known = {name for job in jobs for name in job.settings}
+    if unknown := [f"--{name.replace('_', '-')}" for name in changes if name not in known]:
+        raise SystemExit(f"no method that takes part has anything to do with {', '.join(unknown)}. Leave it out.")
+
+
 def at_most(bound: int | None, number: int) -> int:
     """The number, or the bound if there is one and it is smaller."""
     return number if bound is None else min(bound, number)

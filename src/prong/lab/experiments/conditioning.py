@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from prong.lab.experiments.common import Common, Flat, Tuned, given, make_job, source_of
+from prong.lab.experiments.common import Common, Flat, Tuned, each_used, given, make_job, source_of
 from prong.lab.experiments.perform import perform
 from prong.lab.jobs import Job
 from prong.lab.methods import KEYS, Schedule
@@ -74,4 +74,5 @@ def jobs(options: Options) -> list[Job]:
         plan = Plan(options.updates, seed, options.batch, 0, options.evaluations, options.examples, "constant")
         for key in options.chosen(tuple(TUNED), [k for k, method in KEYS.items() if not method.batch_norm]):
             made.append(make_job(NAME, task, key, TUNED.get(key, Tuned({})), schedule, plan, changes))
+    each_used(made, given(momentum=options.momentum))
     return made

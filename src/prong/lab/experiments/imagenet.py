@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from prong.lab.experiments.common import Common, Flat, Start, Tuned, at_most, given, make_job, source_of
+from prong.lab.experiments.common import Common, Flat, Start, Tuned, at_most, each_used, given, make_job, source_of
 from prong.lab.experiments.perform import perform
 from prong.lab.inception import inception
 from prong.lab.jobs import Job
@@ -155,4 +155,5 @@ def jobs(options: Options) -> list[Job]:
             schedule = Schedule(options.period, samples)
             job = make_job(NAME, task, key, tuned, schedule, plan, changes, options.start)
             made.append(replace(job, workers=workers, checkpoints=options.checkpoints))
+    each_used(made, changes)
     return made
