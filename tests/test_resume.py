@@ -140,7 +140,7 @@ def test_settings_of_the_schedule_are_restored_as_learning_rates_are():
     _, optimizer = make(mlp, {})
     other_optimizer = prong.PRONG(mlp(), 0.5, eps=1.0, period=3, samples=10)
     other_optimizer.load_state_dict(optimizer.state_dict())
-    assert (other_optimizer.refresher.eps, other_optimizer.refresher.period) == (0.1, 8)
+    assert (other_optimizer.refresher.eps, other_optimizer.refresher.timetable.period) == (0.1, 8)
     assert other_optimizer.param_groups[0]["lr"] == 0.02
 
 

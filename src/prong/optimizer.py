@@ -21,7 +21,8 @@ from prong.gradients import GradientSource
 from prong.initialization import Scheme, fan_in_, initialize_
 from prong.injection import Form, check_model, fold_, whiten_, whitened_layers
 from prong.refresh import OnRefresh, require_whitened
-from prong.schedule import Period, Refresher, Source
+from prong.schedule import Refresher, Source
+from prong.timetable import Period
 from prong.whitening import Storage
 
 

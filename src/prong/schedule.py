@@ -30,14 +30,13 @@ from prong.plus import rescale_
 from prong.precision import accumulation_dtype
 from prong.refresh import OnRefresh, adopt_, assign_, check_between_updates, require_whitened
 from prong.statistics import MeanSquare
+from prong.timetable import Period, Timetable
 from prong.transport import transports_of, warn_unknown
 from prong.watching import Watch
 from prong.whitening import Whitening, check_eps
 from prong.windows import Windows
 
 Source = Literal["window", "ema"] | Iterable[Any]
-Period = int | Literal["auto"]
-SETTINGS = ("eps", "period", "samples", "lag", "early")
 
 
 class Refresher:
@@ -88,18 +87,9 @@ class Refresher:
         check_model(model)
         given, self.workers, model = model, Workers.of(model, process_group), unwrapped(model)
         check_eps(eps)
-        if period != "auto":
-            if isinstance(period, str):
-                raise ValueError(f"period is a number of updates or 'auto', got {period!r}")
-            check_count("period", period, 1)
-        elif plus:
+        if period == "auto" and plus:
             raise ValueError("PRONG+ rescales at every update, which hides drift; give it a period in updates")
-        if not isinstance(early, bool):
-            raise TypeError(f"early is True or False, got {early!r}")
-        if period == "auto" and not early:
-            raise ValueError("drift is known only after the early refreshes: early=False needs a period in updates")
         check_count("lag", lag, 0)
-        check_count("samples", samples, 2)
         if isinstance(source, str) and source not in ("window", "ema"):
             raise ValueError(f"source is 'window', 'ema' or the loader itself, got {source!r}")
         if not isinstance(source, str) and iter(as_batches(source)) is source:
@@ -111,12 +101,13 @@ class Refresher:
         self.sites = require_whitened(model)
         check_optimizer(optimizer, self.sites, plus)
         self.model, self.optimizer = model, optimizer
-        self.eps, self.period, self.samples, self.early = eps, period, samples, early
-        self.source, self.lag, self.on_refresh, self.plus = source, lag, on_refresh, plus
+        self.eps, self.source, self.lag, self.on_refresh, self.plus = eps, source, lag, on_refresh, plus
         self.gradients = gradients
         self.updates = 0
         self.windows = Windows(model, self.sites, self, self.workers, fading=source == "ema")
         self._watch = Watch(self.sites, self.workers)
+        gathered = self.windows if isinstance(source, str) else None
+        self.timetable = Timetable(period, samples, early, gathered, self._watch)
         self._pending: Background[Share] = Background()
         self._consent = Consent(self.workers, given, optimizer, lambda: self.windows.gathering, self.undo)
         if transports_of(optimizer) is None and on_refresh == "transport":
@@ -159,11 +150,7 @@ class Refresher:
 
     def next_refresh(self) -> int | None:
         """The update after which the next refresh comes; None if that depends on drift."""
-        now = self.updates + 1
-        doubling = 1 << (now - 1).bit_length()
-        if self.period == "auto":
-            return doubling if any(doubling <= self._first_updates(name) for name in self._trained()) else None
-        return min(doubling, self.period) if now <= self.period and self.early else -(-now // self.period) * self.period
+        return self.timetable.next_refresh(self.updates, self._trained())
 
     def detach(self) -> None:
         """Stop refreshing: forget windows and the optimizer. The whitening stays as it is."""
@@ -232,7 +219,7 @@ class Refresher:
             "kind": self._kind(),
             "workers": self.workers.size,
             "updates": self.updates,
-            "settings": {name: getattr(self, name) for name in SETTINGS},
+            "settings": {"eps": self.eps, "lag": self.lag, **self.timetable.settings()},
             "layers": {name: site_state(layer, site) for name, (layer, site) in self.sites.items()},
             "windows": self.windows.state_dict(),
             **self._watch.state_dict(),
@@ -252,7 +239,8 @@ class Refresher:
         weight = state.get("workers", 1) / self.workers.size
         self.windows.scale(weight)
         self.updates = int(state["updates"])
-        vars(self).update(state["settings"])
+        self.eps, self.lag = state["settings"]["eps"], state["settings"]["lag"]
+        self.timetable.adopt(state["settings"])
         self.windows.load_state_dict(state["windows"])
         self._watch.load_state_dict(state)
         self._pending.drop()
@@ -325,11 +313,11 @@ class Refresher:
             self.gradients.settle()
         scheduled = self.next_refresh() == self.updates + 1
         self.updates += 1
-        if self.period == "auto":
+        if self.timetable.period == "auto":
             self._watch.note(self.updates)
         if self._pending.due is not None and self.updates >= self._pending.due:
             self.finish()
-        due = self._due(scheduled)
+        due = self.timetable.due(self.updates, self._trained(), scheduled)
         if due:
             self._refresh(due)
         if self.plus:
@@ -339,35 +327,9 @@ class Refresher:
         if isinstance(self.source, str):
             self._open_windows()
 
-    def _due(self, scheduled: bool) -> list[str]:
-        """The sites to refresh after this update, which the schedule names or not."""
-        if self.period != "auto":
-            return self._trained() if scheduled else []
-        due = []
-        for name in self._trained():
-            first = self.updates <= self._first_updates(name)
-            if scheduled if first else self._wants_refresh(name) and self._has_samples(name):
-                due.append(name)
-        return due
-
     def _trained(self) -> list[str]:
         """The sites of weights that are not frozen; nothing would use the whitening of the others."""
         return [name for name, (layer, site) in self.sites.items() if layer.pair(site)[0].requires_grad]
-
-    def _wants_refresh(self, name: str) -> bool:
-        """With an automatic period: whether a site's inputs have drifted, or it is still without its first refresh."""
-        return self.sites[name][1].drift is None or name in self._watch.drifted
-
-    def _has_samples(self, name: str) -> bool:
-        """Whether there are enough of them for a refresh."""
-        return not isinstance(self.source, str) or self.windows.full(name, self.samples, self.updates)
-
-    def _first_updates(self, name: str) -> int:
-        """With an automatic period: refresh at powers of two up to this update, the first to fill a window."""
-        if not isinstance(self.source, str):
-            return 0
-        window = self.windows.updates(name, self.samples) or 1  # at the first update it is not known how fast they fill
-        return 1 << (window - 1).bit_length()
 
     def _refresh(self, names: list[str]) -> None:
         """Refresh these sites, at once or with the lag."""
@@ -383,7 +345,7 @@ class Refresher:
 
     def _estimated(self, batches: Iterable[Any], names: list[str]) -> Reduction:
         """What all workers see of these sites' inputs when they run the model on batches."""
-        moments = estimate(self.model, batches, self.samples, None, self.workers, names)
+        moments = estimate(self.model, batches, self.timetable.samples, None, self.workers, names)
         self._watch_anew(names)
         return Reduction(moments, self.workers)
 
@@ -435,7 +397,7 @@ class Refresher:
 
     def _watch_anew(self, names: Iterable[str]) -> None:
         """With an automatic period: these sites were refreshed, or will be; let drift be measured from now."""
-        if self.period == "auto":
+        if self.timetable.period == "auto":
             for name in names:
                 self._watch.begin(name)
 
@@ -446,16 +408,18 @@ class Refresher:
         if self.source != "window":
             return  # they fade after every update
         self.windows.begin(examples, self.updates)
+        coming = self.next_refresh()
         for name in examples:
-            if not self._window_is_due(name):
+            if not self.timetable.window_is_due(name, self.updates, coming):
                 self.windows.close(name)
-        self.windows.fade(examples, self.samples)
+        self.windows.fade(examples, self.timetable.samples)
 
     def _close_windows_until_due(self) -> None:
         """After the first update it is known how fast windows fill: those that are not due yet have begun too early."""
         self.windows.measure(self.windows.examples(), self.updates)
+        coming = self.next_refresh()
         for name, (_, site) in self.sites.items():
-            if site.inputs is not None and not self._window_is_due(name):
+            if site.inputs is not None and not self.timetable.window_is_due(name, self.updates, coming):
                 self._drop_window(name)
 
     def _drop_window(self, name: str) -> None:
@@ -464,29 +428,20 @@ class Refresher:
         if self.gradients is not None and self.gradients.needs_windows:
             self.sites[name][1].outputs = None
 
-    def _window_is_due(self, name: str) -> bool:
-        """Whether a window of `samples` examples that ends at the next refresh has begun."""
-        window = self.windows.updates(name, self.samples)
-        if window is None:
-            return True
-        if self.period == "auto" and self.updates >= self._first_updates(name):
-            return self._wants_refresh(name)
-        coming = self.next_refresh()
-        assert coming is not None
-        return window >= coming - self.updates
-
     def _open_windows(self) -> None:
-        trained = set(self._trained())
+        trained, coming = set(self._trained()), self.next_refresh()
         for name, (_, site) in self.sites.items():
             if name not in trained:
                 self._drop_window(name)
                 continue
-            if site.inputs is None and (self.source == "ema" or self._window_is_due(name)):
+            if site.inputs is None and (
+                self.source == "ema" or self.timetable.window_is_due(name, self.updates, coming)
+            ):
                 self.windows.open(name, self.updates)
             if site.inputs is not None and self.gradients is not None:
                 self.gradients.open(name)
         if self.source == "ema":
-            self.windows.fade_after_update(self.samples)
+            self.windows.fade_after_update(self.timetable.samples)
         self.windows.watch_forwards()
 
 

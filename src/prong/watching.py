@@ -32,6 +32,10 @@ class Watch:
         self._sites[name][1].drift = Drift()
         self.drifted.discard(name)
 
+    def wants(self, name: str) -> bool:
+        """Whether a site's inputs have drifted, or it is still without its first refresh."""
+        return self._sites[name][1].drift is None or name in self.drifted
+
     def note(self, updates: int) -> None:
         """After so many updates: see which sites have drifted, and let them listen when the next measurement is due."""
         drifts = self._drifts()

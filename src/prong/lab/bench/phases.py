@@ -37,7 +37,7 @@ class Phases:
     """
 
     def __init__(self, refresher: prong.Refresher, update: Callable[[], None]) -> None:
-        assert refresher.period == HORIZON
+        assert refresher.timetable.period == HORIZON
         self.refresher = refresher
         self._update = update
 

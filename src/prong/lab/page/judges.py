@@ -179,6 +179,21 @@ def generalises_better(experiment: Experiment) -> Finding:
     return found(ours[2] < theirs[2], f"{told}; {seeds(ours[0], theirs[0])}")
 
 
+def cheaper(experiment: Experiment) -> Finding:
+    """Whether an epoch of that PRONG takes less time than batch norm's."""
+    chosen = _each_chosen({"PRONG": whitened(experiment), "batch norm": of(experiment, "batchnorm")})
+    if isinstance(chosen, Finding):
+        return chosen
+    (ours, *_), (theirs, *_) = chosen
+    times = [milliseconds(experiment, group) for group in (ours, theirs)]
+    if times[0] is None or times[1] is None:
+        return untestable("no updates were timed")
+    batch = setting("batch")
+    ratio = times[0] / times[1] * batch(theirs) / batch(ours)
+    told = f"{ours.name} {ratio:.3f} times batch norm's ({times[0]:.1f} against {times[1]:.1f} ms per update)"
+    return found(ratio < 1, f"{told}; {seeds(ours, theirs)}")
+
+
 def ahead_at_first(experiment: Experiment, part: float) -> Finding:
     """Whether PRONG+ has a lower validation error than batch norm when this part of all updates has been made."""
     chosen = _each_chosen({"PRONG+": of(experiment, "prong+"), "batch norm": of(experiment, "batchnorm")})
