@@ -94,8 +94,8 @@ def imagenet(experiment: Experiment) -> Sequence[Figure]:
 def cifar10(experiment: Experiment) -> Sequence[Figure]:
     """Training error against updates, test error against seconds."""
     return [
-        over(experiment, "train_error", percent=True, log=False),
-        over(experiment, "test_error", seconds=True, percent=True, log=False),
+        over(experiment, "train_error", percent=True),
+        over(experiment, "test_error", seconds=True, percent=True),
     ]
 
 
