@@ -129,7 +129,7 @@ BENCH = Group(
         "pace": Command(
             "prong.lab.bench.pace:main",
             "What an update of each method costs on the autoencoder, for the report's time axis.",
-            ("prong bench pace --json results/autoencoder-clock.json", "prong bench pace --methods prong nesterov"),
+            ("prong bench pace --json results/autoencoder-pace.json", "prong bench pace --methods prong nesterov"),
         ),
         "plan": Command(
             "prong.lab.planning.calibration:main",
