@@ -60,6 +60,7 @@ class Options(Common):
         evaluations: how often errors are measured.
         evaluated: on how many digits of each set.
         code_activation: sigmoid code units, as the paper says, instead of linear ones, as in the works it follows.
+        bf16: forwards in bfloat16.
     """
 
     QUICK: ClassVar[Mapping[str, Any]] = {
@@ -84,6 +85,7 @@ class Options(Common):
     evaluations: int = 100
     evaluated: int = 2000
     code_activation: bool = False
+    bf16: bool = False
 
 
 def main(options: Flat[Options]) -> None:
@@ -111,6 +113,7 @@ def jobs(options: Options) -> list[Job]:
             options.evaluations,
             options.evaluated,
             options.anneal,
+            bf16=options.bf16,
         )
         for key in options.chosen(tuple(TUNED)):
             tuned = TUNED.get(key, Tuned({}))

@@ -83,7 +83,7 @@ def reconstruction_errors(model: nn.Module, examples: Tensor) -> dict[str, float
     model.eval()  # PRONG leaves such forwards out of its statistics
     squares = entropy = 0.0
     for x in torch.split(examples, CHUNK):
-        logits = model(x)
+        logits = model(x).float()
         squares += (torch.sigmoid(logits) - x).square().sum().item()
         entropy += F.binary_cross_entropy_with_logits(logits, x, reduction="sum").item()
     model.train()
