@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from prong.lab.folders import RunFolder
 from prong.lab.jobs import Job, carry_out
 from prong.lab.methods import METHODS, Schedule
 from prong.lab.page.charts import LOOKS, MOST, Chart, Curve, thinned
+from prong.lab.page.claims import CLAIMS
 from prong.lab.page.command import main
 from prong.lab.page.grids import Cell, Grid
 from prong.lab.page.groups import Point, groups
@@ -259,6 +261,15 @@ def test_the_frame_of_the_documentation_has_a_place_for_every_experiment(tmp_pat
         write_run(tmp_path / "runs", "prong", errors([3, 2]), experiment=name)
     main((tmp_path / "runs",), tmp_path / "out", markdown=page)
     assert "Not run yet" not in page.read_text()
+    listed = page.read_text().partition("<!-- begin claims -->")[2].partition("<!-- end claims -->")[0]
+    assert all(f"| {claim.experiment} | {claim.text} | {claim.number} |" in listed for claim in CLAIMS)
+    told = listed.partition("Of the paper's own, ")[2]
+    assert sum(map(int, re.findall(r": (\d+)", told))) == sum(claim.of_paper for claim in CLAIMS)
+    page.write_text(page.read_text().replace("| not run |", "| as it was |"))
+    (tmp_path / "alone").mkdir()
+    write_run(tmp_path / "alone", "prong", errors([3, 1]))
+    main((tmp_path / "alone",), tmp_path / "out", markdown=page)
+    assert "| as it was |" in page.read_text(), "not all experiments were given"
 
 
 def not_a_record(folder: Path) -> Path:

@@ -224,3 +224,15 @@ def tally(experiments: Iterable[Experiment]) -> dict[str, int]:
     for claim in CLAIMS:
         counts[claim.finding(known.get(claim.experiment)).verdict] += claim.of_paper
     return counts
+
+
+def glance(experiments: Sequence[Experiment]) -> Sheet:
+    """Every claim with its verdict alone, and how many of the paper's got each."""
+    known = {experiment.name: experiment for experiment in experiments}
+    rows = [
+        [claim.experiment, claim.text, claim.number, claim.finding(known.get(claim.experiment)).verdict]
+        for claim in CLAIMS
+    ]
+    told = [f"{verdict}: {count}" for verdict, count in tally(experiments).items() if count]
+    headings = ["experiment", "claim", "the paper's number", "verdict"]
+    return Sheet("All claims", headings, rows, f"Of the paper's own, {'; '.join(told)}.", words=len(headings))

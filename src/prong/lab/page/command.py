@@ -32,7 +32,8 @@ def main(
         runs: folders of runs, searched to their bottom, or records of runs.
         out: folder of report.html and of the figures, as PNG and SVG files.
         record: JSON file for all runs, which must be of one experiment; the same page is made from it.
-        markdown: page of the documentation, in which what stands between the markers of these experiments is replaced.
+        markdown: page of the documentation, in which what stands between the markers of these experiments is replaced;
+            the list of all claims too, if all experiments are here.
     """
     if not runs:
         raise SystemExit("name folders of runs, or records of them: prong report runs/autoencoder")
@@ -44,7 +45,7 @@ def main(
     if record is not None:
         _one(experiments, record, kept)
     sections = [section(experiment) for experiment in experiments]
-    documentation = written(markdown, sections) if markdown is not None else {}
+    documentation = written(markdown, experiments, sections) if markdown is not None else {}
     page = render(experiments, sections)
     figures = {
         f"{part.name}-{figure.name}.{kind}": as_file([figure], kind)

@@ -7,13 +7,20 @@ from pathlib import Path
 
 from prong.lab.bench.sheets import as_markdown, plain
 from prong.lab.documentation import read_page, replace_section
+from prong.lab.page.claims import CLAIMS, glance
 from prong.lab.page.printed import as_file
+from prong.lab.page.runs import Experiment
 from prong.lab.page.sections import Section
 
 
-def written(page: Path, sections: Sequence[Section]) -> dict[Path, bytes]:
-    """What the page and the pictures beside it should hold; sections of other experiments stay as they are."""
+def written(page: Path, experiments: Sequence[Experiment], sections: Sequence[Section]) -> dict[Path, bytes]:
+    """What the page and the pictures beside it should hold.
+
+    Sections of other experiments stay as they are; so does the list of all claims, unless all experiments are here.
+    """
     text, files = read_page(page), dict[Path, bytes]()
+    if {claim.experiment for claim in CLAIMS} <= {experiment.name for experiment in experiments}:
+        text = replace_section(text, "claims", as_markdown(glance(experiments)), page.name)
     for section in sections:
         picture = page.with_name(f"{page.stem}-{section.name}.png") if section.figures else None
         if picture is not None:
