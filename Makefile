@@ -8,7 +8,7 @@ ORACLE := curvlinops-for-pytorch einconv einops linear_operator
 
 .PHONY: demo test test-slow check docs bench clean
 
-demo: $(READY)  ## PRONG beside SGD and Adam on the paper's autoencoder
+demo: $(READY)  ## PRONG beside SGD, batch norm and Adam on the paper's autoencoder
 	$(VENV)/bin/prong run autoencoder --quick
 	$(VENV)/bin/prong report runs/autoencoder-quick
 
@@ -25,7 +25,7 @@ check: $(READY)  ## format, lint, types
 	$(RUN) -m mypy
 
 docs: $(READY)  ## the documentation as a site/ folder
-	$(RUN) -m mkdocs build --strict --quiet
+	$(RUN) -m mkdocs build --strict
 
 bench: $(READY)  ## the cost of an update, PRONG beside its peers; `prong bench --help` has more
 	$(VENV)/bin/prong bench step-cost

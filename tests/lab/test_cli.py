@@ -121,7 +121,8 @@ def test_without_the_lab_extra_the_command_says_how_to_install_it() -> None:
         done = python(code)
         assert done.returncode == 1
         assert done.stderr == (
-            f"the prong command needs {missing}, which is not installed. Install the lab: pip install 'prong[lab]'\n"
+            f"the prong command needs {missing}, which is not installed. Install the lab, in a clone of it: "
+            "pip install '.[lab]'\n"
         )
 
 

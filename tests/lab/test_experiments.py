@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,12 @@ def test_sigmoid_code_units_are_another_configuration(mnist: Path, monkeypatch: 
     choices = [autoencoder.Options(methods=("sgd",), code_activation=chosen) for chosen in (False, True)]
     linear, sigmoid = (autoencoder.jobs(options)[0].config() for options in choices)
     assert sigmoid == {**linear, "model": "sigmoid code"}
+
+
+def test_forwards_in_bfloat16_are_another_configuration(mnist: Path) -> None:
+    single, half = (autoencoder.jobs(autoencoder.Options(methods=("sgd",), bf16=bf16))[0] for bf16 in (False, True))
+    assert not single.plan.bf16 and half.plan == replace(single.plan, bf16=True)
+    assert half.config() != single.config()
 
 
 def everything(mnist: Path) -> dict[str, list[Job]]:

@@ -16,7 +16,7 @@ from prong.lab.cifar import CLASSES, Pictures
 from prong.lab.tasks import pictures as module
 from prong.lab.tasks.conditioning import SmallDigits, pooled
 from prong.lab.tasks.pictures import Classification, central_crops, random_crops
-from prong.lab.tasks.reconstruction import Reconstruction
+from prong.lab.tasks.reconstruction import Reconstruction, reconstruction_errors
 from tests.lab.digits import contents, write_files
 
 
@@ -140,3 +140,16 @@ def test_digits_are_of_the_folder_that_the_environment_names_now(
     write_files(mnist / "others", contents(train=70))
     monkeypatch.setenv("PRONG_DATA", str(mnist / "others"))
     assert task.count == 70 and "70 training" in task.source
+
+
+def test_errors_of_half_precision_outputs_are_added_up_in_single(mnist: Path) -> None:
+    examples = Reconstruction().digits().train
+
+    class Outputs(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (6 * x - 3).bfloat16()
+
+    logits = (6 * examples - 3).bfloat16().double()
+    errors = reconstruction_errors(Outputs(), examples)
+    squares = (torch.sigmoid(logits) - examples).square().sum().item() / len(examples)
+    assert errors["squared_error"] == pytest.approx(squares, rel=1e-5), "bfloat16 would be off by a few thousandths"

@@ -259,7 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if (error.name or "").partition(".")[0] not in LIBRARIES:
             raise
         raise SystemExit(
-            f"the prong command needs {error.name}, which is not installed. Install the lab: pip install 'prong[lab]'"
+            f"the prong command needs {error.name}, which is not installed. Install the lab, in a clone of it: "
+            "pip install '.[lab]'"
         ) from None
 
 
