@@ -33,10 +33,11 @@ from prong.lab.bench import (
 from prong.lab.bench.contest import SETTINGS
 from prong.lab.bench.sheets import as_markdown
 from prong.lab.page.runs import gather
-from prong.lab.record import claimed
+from prong.lab.record import ForeignRecordError, claimed
 from prong.lab.terminal import progress
 from tests.lab.digits import contents, write_files
 from tests.lab.tiny import tiny_autoencoder
+from tests.lab.written_runs import errors, write_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 COMMANDS = {
@@ -441,7 +442,11 @@ def test_pace_records_a_clock_that_the_report_takes(
     path = tmp_path / "clock.json"
     pace.main(methods=("nesterov", "prong"), batch=16, period=8, samples=32, repetitions=2, json=path)
     assert "autoencoder, batch 16: what an update costs" in capsys.readouterr().out
-    [experiment] = gather([path])
+    with pytest.raises(ForeignRecordError, match="of autoencoder there is only what updates cost"):
+        gather([path])
+    write_run(tmp_path / "runs", "nesterov", errors([3, 2]), plan={"updates": 20, "batch": 16})
+    [experiment] = gather([path, tmp_path / "runs"])
     assert experiment.name == "autoencoder" and list(experiment.clock) == ["nesterov", "prong"]
+    assert experiment.pace(experiment.runs[0]) is not None
     assert all(len(entry["ms_per_update"]) == 2 for entry in experiment.clock.values())
     assert 0 < experiment.clock["prong"]["refresh_share"] < 1 and "refresh_share" not in experiment.clock["nesterov"]

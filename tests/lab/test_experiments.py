@@ -233,7 +233,7 @@ def test_missing_data_is_said_in_one_line(tmp_path: Path) -> None:
 def test_a_folder_of_another_configuration_stops_everything_before_the_first_run(mnist: Path, tmp_path: Path) -> None:
     run_small(tmp_path / "runs")
     words = ("run", "autoencoder", "--methods", "adam", "prong", "--out", str(tmp_path / "runs"), *SMALL, "--lr", "1")
-    assert "is of another configuration (settings)" in refused(*words)
+    assert "is of another configuration (settings.lr 0.000403, now 1.0)" in refused(*words)
     assert len(run_folders(tmp_path / "runs")) == 2, "Adam, which comes first, was not begun"
     assert "exists. Name another with --out" in refused(*words[:-2], "--no-resume")
 

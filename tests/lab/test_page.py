@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -254,7 +255,9 @@ def test_the_documentation_is_made_between_its_markers_and_again_the_same(tmp_pa
     assert "![Autoencoder of digits](reproduction-autoencoder.png)" in text and "diverged at update 7" in text
 
 
-def test_the_frame_of_the_documentation_has_a_place_for_every_experiment(tmp_path: Path) -> None:
+def test_the_frame_of_the_documentation_has_a_place_for_every_experiment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "reproduction.md"
     page.write_text(FRAME.read_text())
     for name in ("conditioning", "sensitivity", "autoencoder", "cifar10", "imagenet"):
@@ -270,6 +273,8 @@ def test_the_frame_of_the_documentation_has_a_place_for_every_experiment(tmp_pat
     write_run(tmp_path / "alone", "prong", errors([3, 1]))
     main((tmp_path / "alone",), tmp_path / "out", markdown=page)
     assert "| as it was |" in page.read_text(), "not all experiments were given"
+    told = "The list of all claims stays as it was: no conditioning, sensitivity, cifar10, imagenet here.\n"
+    assert told in capsys.readouterr().out
 
 
 def not_a_record(folder: Path) -> Path:
@@ -331,6 +336,28 @@ def strange(folder: Path) -> Path:
     return folder / "strange.json"
 
 
+def cut(folder: Path) -> Path:
+    run = write_run(folder / "cut", "prong", errors([3, 2]))
+    first, _ = (run.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run.path / "metrics.jsonl").write_text(first)
+    return folder / "cut"
+
+
+def odd(folder: Path, **parts: object) -> Path:
+    write_run(folder / "odd", "prong", errors([3, 2]))
+    (experiment,) = gather([folder / "odd"])
+    record = experiment.record()
+    (folder / "odd.json").write_text(json.dumps({**record, "runs": [{**record["runs"][0], **parts}]}))
+    return folder / "odd.json"
+
+
+def costs(folder: Path, **parts: object) -> Path:
+    write_run(folder / "x", "prong", errors([3, 2]))
+    (experiment,) = gather([folder / "x"])
+    (folder / "costs.json").write_text(json.dumps({**experiment.record(), **parts}))
+    return folder / "costs.json"
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -345,6 +372,17 @@ def strange(folder: Path) -> Path:
         (elsewhere, "is no name for files"),
         (wordy, "rows that are not numbers"),
         (strange, "run 1 of .* has no configuration"),
+        (cut, "is damaged: it has ended after 10 updates, but its rows after 0"),
+        (partial(odd, outcome="x"), "has something else for its outcome"),
+        (partial(odd, outcome={"updates": "x"}), "has something else for its outcome"),
+        (partial(odd, environment=[1]), "has something else for its environment"),
+        (partial(odd, keepsakes="x"), "has something else for its keepsakes"),
+        (partial(costs, clock="x"), "costs that are not numbers by method"),
+        (partial(costs, clock={"prong": [1]}), "costs that are not numbers by method"),
+        (partial(costs, clock={"prong": {"ms_per_update": ["x"]}}), "costs that are not numbers by method"),
+        (partial(costs, clock={"prong": {}}, config="x"), "costs that are not numbers by method"),
+        (partial(costs, clock={"prong": {"ms_per_update": [1.0]}}, runs=[]), "there is only what updates cost"),
+        (partial(costs, runs=[]), "holds no runs"),
     ],
 )
 def test_what_is_not_a_run_is_refused_in_one_line_and_nothing_is_written(tmp_path: Path, make, said: str) -> None:

@@ -209,6 +209,10 @@ def test_a_clock_measured_apart_replaces_the_runs_own(tmp_path: Path) -> None:
     assert cost == Finding("1.20 times (120.0 against 100.0 ms per update), cheaper here", "does not hold")
     assert claim("reparametrisation").finding(experiment) == Finding("30.0 %", "holds")
     assert claim("means and covariances").finding(experiment) == Finding("20.0 %", "does not hold")
+    write_run(tmp_path / "half", "prong", errors([90, 20, 5]), plan={**plan(), "bf16": True})
+    (experiment,) = gather([tmp_path / "half", tmp_path / "clock.json"])
+    assert experiment.untimed() == ["PRONG"], "the clock is that of single precision"
+    assert claim("reparametrisation").finding(experiment).verdict == "cannot be tested here"
 
 
 def test_clocks_are_not_mixed_nor_used_for_other_settings(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class RunFolder:
             return
         found, wanted = self.config, json.loads(json.dumps(config))
         if found != wanted:
-            named = ", ".join(differences(found, wanted))
+            named = "; ".join(differences(found, wanted))
             raise ForeignRecordError(
                 f"{self.path} is of another configuration ({named}). Move it away, or name another with --out."
             )

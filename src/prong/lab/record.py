@@ -176,8 +176,16 @@ def resume(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """The names under which two configurations differ."""
-    return sorted(name for name in {**found, **wanted} if found.get(name) != wanted.get(name))
+    """What two configurations differ in, in words: `plan.batch 64, now 128`."""
+    told = []
+    for name in sorted({**found, **wanted}):
+        was, now = found.get(name), wanted.get(name)
+        if isinstance(was, dict) and isinstance(now, dict):
+            told += [f"{name}.{inner}" for inner in differences(was, now)]
+        elif was != now:
+            brief = not any(isinstance(value, (dict, list)) for value in (was, now))
+            told.append(f"{name} {was}, now {now}" if brief else name)
+    return told
 
 
 def _check_config(path: Path, record: Any, wanted: Mapping[str, Any]) -> None:
@@ -185,5 +193,5 @@ def _check_config(path: Path, record: Any, wanted: Mapping[str, Any]) -> None:
     if found == wanted:
         return
     names = differences(found, wanted) if isinstance(found, dict) else []
-    named = f" ({', '.join(names)})" if names else ""
+    named = f" ({'; '.join(names)})" if names else ""
     raise ForeignRecordError(f"{path} is of another configuration{named}. Move it away, or name another file.")

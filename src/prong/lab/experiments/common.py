@@ -66,7 +66,8 @@ class Common:
         """Leave with one line if an option is out of range."""
         at_least(1, seeds=self.seeds, jobs=1 if self.jobs is None else self.jobs)
         if self.data is not None and not self.data.is_dir():
-            raise SystemExit(f"--data {self.data} is no folder. Fetch data with `prong data fetch NAME --data FOLDER`.")
+            ways = "`prong data fetch NAME --data FOLDER` fetches data, `prong data unpack` unpacks photographs"
+            raise SystemExit(f"--data {self.data} is no folder; {ways}.")
 
 
 def can_take_part(methods: Iterable[str], fit: Iterable[str] = KEYS) -> None:

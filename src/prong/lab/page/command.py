@@ -10,7 +10,7 @@ import tyro
 
 from prong.lab.documentation import write_changed
 from prong.lab.page.html import render
-from prong.lab.page.markdown import written
+from prong.lab.page.markdown import lacking, written
 from prong.lab.page.printed import as_file
 from prong.lab.page.runs import Experiment, gather, kept_in
 from prong.lab.page.sections import section
@@ -60,6 +60,8 @@ def main(
         write_json(record, experiments[0].record())
     console = make_console()
     write_changed(console, documentation)
+    if markdown is not None and (missing := lacking(experiments)):
+        console.print(f"The list of all claims stays as it was: no {', '.join(missing)} here.", highlight=False)
     announce(console, Record=record, Page=out / PAGE)
 
 

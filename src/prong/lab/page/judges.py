@@ -142,9 +142,10 @@ def cost(experiment: Experiment, key: str, times: float) -> Finding:
 
 def time_share(experiment: Experiment, what: str, least: float = 0.0, most: float = 1.0) -> Finding:
     """Which part of PRONG's time goes into something."""
-    if not of(experiment, "prong"):
+    known = of(experiment, "prong")
+    if not known:
         return not_run("PRONG")
-    measured = share(experiment, "prong", what)
+    measured = share(experiment, known[0], what)
     if measured is None:
         return untestable("the runs do not time it apart; prong bench pace does")
     return found(least <= measured <= most, f"{100 * measured:.1f} %")

@@ -19,7 +19,7 @@ def written(page: Path, experiments: Sequence[Experiment], sections: Sequence[Se
     Sections of other experiments stay as they are; so does the list of all claims, unless all experiments are here.
     """
     text, files = read_page(page), dict[Path, bytes]()
-    if {claim.experiment for claim in CLAIMS} <= {experiment.name for experiment in experiments}:
+    if not lacking(experiments):
         text = replace_section(text, "claims", as_markdown(glance(experiments)), page.name)
     for section in sections:
         picture = page.with_name(f"{page.stem}-{section.name}.png") if section.figures else None
@@ -27,6 +27,12 @@ def written(page: Path, experiments: Sequence[Experiment], sections: Sequence[Se
             files[picture] = as_file(section.figures)
         text = replace_section(text, section.name, as_text(section, picture), page.name)
     return {page: text.encode(), **files}
+
+
+def lacking(experiments: Sequence[Experiment]) -> list[str]:
+    """The experiments with claims that are not here."""
+    known = {experiment.name for experiment in experiments}
+    return [name for name in dict.fromkeys(claim.experiment for claim in CLAIMS) if name not in known]
 
 
 def as_text(section: Section, picture: Path | None) -> str:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from prong.lab.folders import METRICS, RunFolder, run_folders
@@ -80,7 +81,7 @@ class Experiment:
         found = self.clock.get(run.method)
         if not found or not found.get("ms_per_update"):
             return None
-        config = flat(run.config)
+        config = {"bf16": False, **flat(run.config)}
         if any(config.get(name) != value for name, value in found.get("made_for", {}).items()):
             return None
         starts = found.get("initialisation_seconds") or [0.0]
@@ -118,6 +119,9 @@ def gather(paths: Iterable[Path]) -> list[Experiment]:
         for experiment in [_recorded(path)] if path.is_file() else _in_folders(path):
             runs.setdefault(experiment.name, []).extend(experiment.runs)
             clocks.setdefault(experiment.name, {}).update(experiment.clock)
+    bare = [name for name, found in runs.items() if not found]
+    if bare:
+        raise ForeignRecordError(f"of {' and '.join(bare)} there is only what updates cost. Name its runs, too.")
     return [Experiment(name, _sorted(_furthest(runs[name])), clocks[name]) for name in sorted(runs, key=_turn)]
 
 
@@ -189,7 +193,7 @@ def _recorded(path: Path) -> Experiment:
         runs.append(_checked(where, *map(parts.get, ("config", "environment", "rows", "outcome", "keepsakes"))))
         if runs[-1].config["experiment"] != name:
             raise ForeignRecordError(f"{where} is not of {name}. Make the record anew.")
-    return Experiment(name, runs, _clock(content))
+    return Experiment(name, runs, recorded_clock(path, content))
 
 
 def _content(path: Path) -> Any:
@@ -204,14 +208,34 @@ def _is_record(content: Any) -> bool:
     return isinstance(content, dict) and all(isinstance(content.get(name), kind) for name, kind in kinds.items())
 
 
-def _clock(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The costs in a record by method, each with the settings that it was measured for, as far as they bear on it."""
-    config, clock = content.get("config") or {}, {}
-    for key, entry in (content.get("clock") or {}).items():
+def recorded_clock(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """The costs in a record by method, each with the settings that it was measured for, as far as they bear on it.
+
+    Raises:
+        ForeignRecordError: there are neither costs nor runs in it, or what should be costs is something else.
+    """
+    costs, config = content.get("clock", {}), content.get("config", {})
+    if not costs and not content["runs"]:
+        raise ForeignRecordError(f"{path} holds no runs. Name another file.")
+    if not isinstance(costs, dict) or not isinstance(config, dict) or not all(map(_is_cost, costs.values())):
+        raise ForeignRecordError(f"{path} has costs that are not numbers by method. Make it anew: `prong bench pace`.")
+    clock = {}
+    for key, entry in costs.items():
         refreshes = key in KEYS and KEYS[key].name in OURS
         settings = ("batch", "period", "samples") if refreshes else ("batch",)
-        clock[key] = {"made_for": {name: config[name] for name in settings if name in config}, **entry}
+        made_for = {"bf16": False, **{name: config[name] for name in settings if name in config}}
+        clock[key] = {"made_for": made_for, **entry}
     return clock
+
+
+def _is_cost(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("made_for", {}), dict):
+        return False
+    lists = [entry.get(name, []) for name in ("ms_per_update", "initialisation_seconds")]
+    numbers = [entry.get(name, 0.0) for name in ("start_up_seconds", "refresh_share", "statistics_share")]
+    return all(isinstance(values, list) for values in lists) and all(
+        isinstance(value, (int, float)) for value in (*numbers, *(value for values in lists for value in values))
+    )
 
 
 def _checked(where: str, config: Any, environment: Any, rows: Any, outcome: Any, keepsakes: Any) -> Run:
@@ -224,10 +248,20 @@ def _checked(where: str, config: Any, environment: Any, rows: Any, outcome: Any,
         raise ForeignRecordError(f"{where} is of another version: {lacking}. Move it away, or name another.")
     if not isinstance(rows, list) or not all(_is_row(row) for row in rows):
         raise ForeignRecordError(f"{where} has rows that are not numbers by name. Move it away, or name another.")
+    parts = {"environment": environment, "outcome": outcome, "keepsakes": keepsakes}
+    odd = [name for name, part in parts.items() if not isinstance(part, (dict, NoneType))]
+    if odd or (outcome is not None and not isinstance(outcome.get("updates"), int)):
+        told = ", ".join(odd) or "outcome"
+        raise ForeignRecordError(f"{where} has something else for its {told}. Move it away, or name another.")
     for name in (config["experiment"], *dict.fromkeys(name for row in rows for name in row)):
         if NAME.fullmatch(name) is None:
             raise ForeignRecordError(f"{where} says {name!r}, which is no name for files. Move it away.")
-    return Run(config, environment or {}, rows, outcome, keepsakes or {})
+    run = Run(config, environment or {}, rows, outcome, keepsakes or {})
+    last = rows[-1]["update"] if rows else 0
+    if outcome is not None and run.failure is None and last != run.updates:
+        told = f"it has ended after {run.updates:,} updates, but its rows after {last:,}"
+        raise ForeignRecordError(f"{where} is damaged: {told}. Move it away, or name another.")
+    return run
 
 
 def _is_row(row: Any) -> bool:

@@ -49,6 +49,12 @@ class Section:
     settings: Sequence[Sheet]
     troubles: Sequence[Sheet]
 
+    @property
+    def judged(self) -> bool:
+        """Whether any claim could be tested."""
+        verdicts = {row[3] for row in self.claims.rows} if self.claims is not None else set()
+        return bool(verdicts & {"holds", "does not hold"})
+
 
 def section(experiment: Experiment) -> Section:
     """All that is said of an experiment."""

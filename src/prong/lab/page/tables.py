@@ -84,16 +84,18 @@ def costs(experiment: Experiment) -> Sheet | None:
         ratio = cost / base[1]
         alike = len({experiment.pace(member.runs[0]) is None for member in (group, base[0])}) == 1
         ratios = [ratio, ratio * batch(base[0]) / batch(group)]
-        shares = [share(experiment, group.method, what) for what in ("refresh", "statistics")]
+        shares = [share(experiment, group, what) for what in ("refresh", "statistics")]
         percents = [NONE if part is None else f"{100 * part:.1f} %" for part in shares]
         rows.append([group.name, f"{cost:,.2f}", *(f"{r:,.2f}" if alike else NONE for r in ratios), *percents])
     headings = ["method", "ms per update", f"times {base[0].name}", "per epoch, times", "refresh", "statistics"]
     return Sheet("Cost", headings, rows, f"{clock_note(experiment)} The initialisation is not counted in these.")
 
 
-def share(experiment: Experiment, method: str, what: str) -> float | None:
-    """The part of a method's time that goes into refreshes or into statistics, where it was measured."""
-    found = experiment.clock.get(method, {}).get(f"{what}_share")
+def share(experiment: Experiment, group: Group, what: str) -> float | None:
+    """The part of a method's time that goes into refreshes or into statistics, where it was measured as it was run."""
+    if experiment.pace(group.runs[0]) is None:
+        return None
+    found = experiment.clock[group.method].get(f"{what}_share")
     return None if found is None else float(found)
 
 
@@ -120,13 +122,21 @@ def settings(experiment: Experiment, part: str = "") -> Sheet:
     rows = []
     for group in groups(experiment.runs):
         config, plan = group.config, group.config["plan"]
-        told = ", ".join(f"{name} {_short(value)}" for name, value in config["settings"].items())
+        told = [f"{name} {_short(value)}" for name, value in config["settings"].items()]
+        told += ["bfloat16"] if plan.get("bf16") else []
         method = KEYS.get(group.method)
         refreshing = method is None or "eps" in method.searched
         schedule = [_short(config["schedule"].get(name)) if refreshing else NONE for name in ("period", "samples")]
         numbers = [_short(plan.get("batch")), _short(plan.get("updates")), _short(config["parameters"])]
         rows.append(
-            [group.name, told or NONE, config["initialisation"], str(plan.get("anneal", NONE)), *schedule, *numbers]
+            [
+                group.name,
+                ", ".join(told) or NONE,
+                config["initialisation"],
+                str(plan.get("anneal", NONE)),
+                *schedule,
+                *numbers,
+            ]
         )
     headings = ["method", "settings", "initialisation", "annealing", "T", "samples", "batch", "updates", NUMBERS]
     return Sheet(_titled("Settings", part), headings, rows, words=4)
