@@ -128,16 +128,8 @@ def settings(experiment: Experiment, part: str = "") -> Sheet:
         refreshing = method is None or "eps" in method.searched
         schedule = [_short(config["schedule"].get(name)) if refreshing else NONE for name in ("period", "samples")]
         numbers = [_short(plan.get("batch")), _short(plan.get("updates")), _short(config["parameters"])]
-        rows.append(
-            [
-                group.name,
-                ", ".join(told) or NONE,
-                config["initialisation"],
-                str(plan.get("anneal", NONE)),
-                *schedule,
-                *numbers,
-            ]
-        )
+        started, annealed = config["initialisation"], str(plan.get("anneal", NONE))
+        rows.append([group.name, ", ".join(told) or NONE, started, annealed, *schedule, *numbers])
     headings = ["method", "settings", "initialisation", "annealing", "T", "samples", "batch", "updates", NUMBERS]
     return Sheet(_titled("Settings", part), headings, rows, words=4)
 

@@ -12,4 +12,4 @@ for (const chart of charts) {
   chart.on("plotly_afterplot", () => fit(chart));
 }
 addEventListener("resize", () => charts.forEach(chart => { chart.fits = 0; }));
-for (const chart of charts) Plotly.Plots.resize(chart);  // they were drawn before those beside them
+addEventListener("load", () => dispatchEvent(new Event("resize")));  // charts were drawn before `fit` was there
