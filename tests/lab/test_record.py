@@ -86,9 +86,10 @@ def test_a_record_is_continued_with_the_same_configuration_and_knows_its_session
 
 def test_a_record_of_another_configuration_is_refused_with_the_difference(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
-    write_json(file, resume(file, {"trials": 3, "cap": 60}))
-    with pytest.raises(ValueError, match=r"record\.json is of another configuration \(trials\)\. Move it away"):
-        resume(file, {"trials": 4, "cap": 60})
+    write_json(file, resume(file, {"trials": 3, "cap": 60, "plan": {"batch": 8, "rates": [1]}}))
+    told = r"\(plan\.batch 8, now 9; plan\.rates; trials 3, now 4\)"
+    with pytest.raises(ValueError, match=rf"record\.json is of another configuration {told}\. Move it away"):
+        resume(file, {"trials": 4, "cap": 60, "plan": {"batch": 9, "rates": [2]}})
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"config": {"trials": 3}}', '{"config": 7, "sessions": []}'])
