@@ -214,7 +214,7 @@ def test_a_folder_of_another_configuration_is_refused_and_left_alone(mnist: Path
     folder = RunFolder(tmp_path / "run")
     carry_out(small_job(mnist, "nesterov", updates=5), folder)
     before = {file.name: file.read_bytes() for file in folder.path.iterdir()}
-    with pytest.raises(ForeignRecordError, match=r"another configuration \(plan, seed\)"):
+    with pytest.raises(ForeignRecordError, match=r"configuration \(plan\.updates 5, now 6; seed 0, now 1\)"):
         carry_out(small_job(mnist, "nesterov", seed=1, updates=6), folder)
     assert before == {file.name: file.read_bytes() for file in folder.path.iterdir()}
 
