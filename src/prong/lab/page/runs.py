@@ -193,7 +193,10 @@ def _recorded(path: Path) -> Experiment:
         runs.append(_checked(where, *map(parts.get, ("config", "environment", "rows", "outcome", "keepsakes"))))
         if runs[-1].config["experiment"] != name:
             raise ForeignRecordError(f"{where} is not of {name}. Make the record anew.")
-    return Experiment(name, runs, recorded_clock(path, content))
+    clock = _clock(path, content)
+    if not runs and not clock:
+        raise ForeignRecordError(f"{path} holds no runs. Name another file.")
+    return Experiment(name, runs, clock)
 
 
 def _content(path: Path) -> Any:
@@ -208,15 +211,15 @@ def _is_record(content: Any) -> bool:
     return isinstance(content, dict) and all(isinstance(content.get(name), kind) for name, kind in kinds.items())
 
 
-def recorded_clock(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+def _clock(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     """The costs in a record by method, each with the settings that it was measured for, as far as they bear on it.
 
+    They are of single precision, as `prong bench pace` has no other.
+
     Raises:
-        ForeignRecordError: there are neither costs nor runs in it, or what should be costs is something else.
+        ForeignRecordError: what should be costs is something else.
     """
     costs, config = content.get("clock", {}), content.get("config", {})
-    if not costs and not content["runs"]:
-        raise ForeignRecordError(f"{path} holds no runs. Name another file.")
     if not isinstance(costs, dict) or not isinstance(config, dict) or not all(map(_is_cost, costs.values())):
         raise ForeignRecordError(f"{path} has costs that are not numbers by method. Make it anew: `prong bench pace`.")
     clock = {}
