@@ -106,7 +106,20 @@ def test_arguments_reach_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [3, 500]
 
 
-@pytest.mark.parametrize("words", [[], ["nope"], ["bench"], ["bench", "nope"], ["bench", "refresh", "--nope"]])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nope"], f"prong knows no 'nope'. Choose from: {', '.join(PRONG.members)}"),
+        (["bench", "nope", "--updates", "3"], f"prong bench knows no 'nope'. Choose from: {', '.join(BENCH.members)}"),
+    ],
+)
+def test_a_wrong_name_is_one_line_with_the_right_ones(words: list[str], said: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == said
+
+
+@pytest.mark.parametrize("words", [[], ["bench"], ["bench", "--nope"], ["bench", "refresh", "--nope"]])
 def test_what_is_no_command_is_an_error(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(words)

@@ -277,7 +277,9 @@ def _run(words: list[str]) -> None:
         plain_warnings()
         function = found.load()
         tyro.cli(_quick(function, words), prog=called, args=words, description=_description(found, function))
-    else:  # help, or no such command: tyro says it, from summaries alone
+    elif words and not words[0].startswith("-"):
+        raise SystemExit(f"{called} knows no {words[0]!r}. Choose from: {', '.join(found.members)}")
+    else:  # tyro says it, from summaries alone
         members = {name: _placeholder(member.summary) for name, member in found.members.items()}
         tyro.extras.subcommand_cli_from_dict(
             members, prog=called, args=words, description=_description(found), sort_subcommands=False
