@@ -28,7 +28,7 @@ TUNED: Mapping[str, Tuned] = {
     "adam": Tuned({"lr": 0.003}, "standard", {"lr": 0.0018, "eps": 0.0614}),
     "batchnorm": Tuned({"lr": 0.02}, "standard", {"lr": 0.173, "eps": 0.00698}),
     "prong": Tuned({"lr": 0.000403, "eps": 0.00727}, "whitened", {"lr": 0.00606, "eps": 0.0967}),
-    "prong-balanced": Tuned({"lr": 0.0008, "eps": 0.03}, "whitened", {"lr": 0.000177, "eps": 0.261}),
+    "prong-balanced": Tuned({"lr": 0.000413, "eps": 0.0327}, "whitened", {"lr": 0.000177, "eps": 0.261}),
     "prong+": Tuned({"lr": 0.003, "eps": 0.1}, "whitened", {"lr": 0.00606, "eps": 0.0967}),
     "prong-bn": Tuned({"lr": 0.04, "eps": 0.1}, "whitened", {"lr": 0.0192, "eps": 0.0571}),
     "whitened-adam": Tuned({"lr": 0.003, "eps": 0.1}, "whitened"),
