@@ -17,10 +17,9 @@ from prong.lab.terminal import at_least
 from prong.lab.training import Anneal, Plan
 
 NAME = "autoencoder"
-# From usual starts: the best of nine trials of `prong sweep` (results/autoencoder-sweep.json and, for what the race had
-# chosen, autoencoder-race-sweep.json; 2,000 updates), or of eight shorter ones for the slow (autoencoder-others-sweep
-# and autoencoder-soap-sweep.json); sgd as nesterov. From the other start: the race's (results/race.json; prong+ and
-# muon: race-again.json), by how few of at most some thousand updates they took to an error of 7.
+# From usual starts: the better, after 10,000 updates, of what eight trials of the race and eight of `prong sweep` found
+# (results/race.json and race-again.json; autoencoder-sweep.json), sgd as nesterov; for whitened-adam, kfac-like, muon and
+# soap eight shorter trials (autoencoder-others-sweep and autoencoder-soap-sweep.json). From other starts: the race's.
 TUNED: Mapping[str, Tuned] = {
     "sgd": Tuned({"lr": 0.03}, "standard", {"lr": 0.00413, "eps": 0.0327}),
     "nesterov": Tuned({"lr": 0.03}, "standard", {"lr": 0.00413, "eps": 0.0327}),
