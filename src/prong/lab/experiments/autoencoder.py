@@ -18,7 +18,7 @@ from prong.lab.training import Anneal, Plan
 
 NAME = "autoencoder"
 # From usual starts: the better, after 10,000 updates, of what eight trials of the race and eight of `prong sweep` found
-# (results/race.json and race-again.json; autoencoder-sweep.json), sgd as nesterov; for whitened-adam, kfac-like, muon and
+# (results/race.json, race-again.json, autoencoder-sweep.json), sgd as nesterov; for whitened-adam, kfac-like, muon and
 # soap eight shorter trials (autoencoder-others-sweep and autoencoder-soap-sweep.json). From other starts: the race's.
 TUNED: Mapping[str, Tuned] = {
     "sgd": Tuned({"lr": 0.03}, "standard", {"lr": 0.00413, "eps": 0.0327}),
