@@ -127,7 +127,9 @@ def test_a_damaged_file_is_named(tmp_path: Path, version: Published, damage) -> 
     published = put(version, tmp_path)
     path = tmp_path / version.files[2].name
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=f"{path} is damaged.*`prong data fetch cifar10 --version {version.version}`"):
+    with pytest.raises(
+        ValueError, match=f"{path} is damaged.*`prong data fetch cifar10 --version {version.version} --data {tmp_path}`"
+    ):
         load_cifar10(tmp_path, [published])
 
 

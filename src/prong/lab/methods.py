@@ -62,7 +62,7 @@ class Method:
         make: the optimizer of a model, from settings; refreshes, if it makes any, by the schedule.
         searched: the settings that tuning chooses: the learning rate, and the damping where there is one.
         batch_norm: whether it trains a model with batch-norm layers.
-        settings: all that it knows, with what they are where nobody says otherwise.
+        settings: all that it knows, `lr` among it, with what they are where nobody says otherwise.
         resumable: whether its state can be saved; who cannot takes part in benchmarks only.
         rates: the learning rates among which a race searches: two decades, set after a wider search (docs/log.md).
     """
@@ -75,6 +75,10 @@ class Method:
     settings: Settings = field(default_factory=lambda: {"lr": 1e-3})
     resumable: bool = True
     rates: tuple[float, float] = (1e-4, 1e-2)
+
+    def __post_init__(self) -> None:
+        if "lr" not in self.settings:
+            raise ValueError(f"method {self.key!r} needs 'lr' among its settings: the schedule of rates sets it")
 
 
 class Together:

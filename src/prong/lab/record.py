@@ -132,6 +132,22 @@ def claimed(path: Path) -> AbstractContextManager[None]:
     return alone(path.with_name(path.name + ".lock"), InUseError(refusal))
 
 
+def strict_json(text: str | bytes) -> Any:
+    """What JSON says; a ValueError where it says NaN or infinity, which it does not have, or a name twice."""
+
+    def refused(constant: str) -> Any:
+        raise ValueError(f"{constant} is no number")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice in it")
+        return found
+
+    return json.loads(text, parse_constant=refused, object_pairs_hook=once)
+
+
 def read_json(path: Path, cure: str = "Move it away, or name another file.") -> Any:
     """What a file holds.
 
@@ -139,7 +155,7 @@ def read_json(path: Path, cure: str = "Move it away, or name another file.") -> 
         ForeignRecordError: it is not JSON; the cure is what to do then.
     """
     try:
-        return json.loads(path.read_text())
+        return strict_json(path.read_text())
     except ValueError as error:
         raise ForeignRecordError(f"{path} is not a record: {error}. {cure}") from error
 

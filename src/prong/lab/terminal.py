@@ -44,6 +44,14 @@ def announce(console: Console, **files: Path | None) -> None:
             console.print(f"{what}: {path}", highlight=False, soft_wrap=True)
 
 
+def trouble_with(error: OSError, place: Path) -> str:
+    """One line of what could not be read or written, below that place if the error does not say, and what to do."""
+    if error.errno is None:  # our own, which says it all
+        return str(error)
+    cure = "Make room, and the same command goes on" if error.errno in NO_ROOM else "Mend that, or name another --out"
+    return f"{error.filename or place} cannot be read or written: {error.strerror}. {cure}."
+
+
 def at_least(least: int, **options: float | Iterable[int]) -> None:
     """Leave with one line if an option, or one of its values, is smaller."""
     for name, given in options.items():

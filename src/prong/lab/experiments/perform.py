@@ -23,7 +23,7 @@ from prong.lab.jobs import Job, Row, Watch, carry_out
 from prong.lab.parallel import by_first, restarts
 from prong.lab.pool import side_by_side, tell
 from prong.lab.record import ForeignRecordError, InUseError
-from prong.lab.terminal import NO_ROOM, make_console
+from prong.lab.terminal import make_console, trouble_with
 
 
 def perform(experiment: str, jobs: Sequence[Job], options: Common, workers: Workers = ALONE) -> None:
@@ -44,12 +44,7 @@ def perform(experiment: str, jobs: Sequence[Job], options: Common, workers: Work
     except (ForeignRecordError, InUseError) as error:
         raise SystemExit(str(error)) from error
     except OSError as error:
-        if error.errno is None:  # our own, of photographs that cannot be read
-            raise SystemExit(str(error)) from error
-        cure = (
-            "Make room, and the same command goes on" if error.errno in NO_ROOM else "Mend that, or name another --out"
-        )
-        raise SystemExit(f"{error.filename or root} cannot be read or written: {error.strerror}. {cure}.") from error
+        raise SystemExit(trouble_with(error, root)) from error
     except BrokenProcessPool as error:
         raise SystemExit("stopped: a process died, perhaps for want of memory. The same command goes on.") from error
     except KeyboardInterrupt:
@@ -62,6 +57,8 @@ def perform(experiment: str, jobs: Sequence[Job], options: Common, workers: Work
         if outcomes[job.name]["failure"]:
             console.print(f"{job.name} {outcomes[job.name]['failure']}", highlight=False, soft_wrap=True)
     console.print(f"Runs: {root}\nA page of them: prong report {root}", highlight=False, soft_wrap=True)
+    if all(outcome["failure"] for outcome in outcomes.values()):
+        raise SystemExit("no run came to its end: a smaller --lr may help")
 
 
 def _agree(configs: Any, workers: Workers) -> None:
@@ -119,14 +116,17 @@ def _run(
 ) -> Mapping[str, Any]:
     folder = RunFolder(root / job.name)
     with ExitStack() as stack:
-        events = stack.enter_context(Events(folder.path / "tensorboard")) if tensorboard else None
+        events = stack.enter_context(Events(folder)) if tensorboard else None
 
         def on_row(row: Row, seconds: float) -> None:
             watch.on_row(row, seconds)
             if events is not None:
                 events.add(row, seconds)
 
-        return carry_out(job, folder, Watch(watch.on_update, on_row, stopped), workers=workers)
+        outcome = carry_out(job, folder, Watch(watch.on_update, on_row, stopped), workers=workers)
+        if events is not None:
+            events.complete()
+        return outcome
 
 
 def _table(jobs: Sequence[Job], outcomes: Mapping[str, Mapping[str, Any]], root: Path) -> Table:

@@ -12,7 +12,7 @@ from prong.lab.documentation import write_changed
 from prong.lab.page.html import render
 from prong.lab.page.markdown import lacking, written
 from prong.lab.page.printed import as_file
-from prong.lab.page.runs import Experiment, gather, kept_in
+from prong.lab.page.runs import Experiment, gather, kept_in, lost
 from prong.lab.page.sections import section
 from prong.lab.record import ForeignRecordError, write_json, write_whole
 from prong.lab.terminal import announce, make_console, writable
@@ -31,7 +31,8 @@ def main(
     Args:
         runs: folders of runs, searched to their bottom, or records of runs.
         out: folder of report.html and of the figures, as PNG and SVG files.
-        record: JSON file for all runs, which must be of one experiment; the same page is made from it.
+        record: JSON file for all runs, which must be of one experiment; the same page is made from it. One
+            that is there already is replaced if nothing in it is lost.
         markdown: page of the documentation, in which what stands between the markers of these experiments is replaced;
             the list of all claims too, if all experiments are here.
     """
@@ -65,11 +66,16 @@ def main(
     announce(console, Record=record, Page=out / PAGE)
 
 
-def _one(experiments: Sequence[Experiment], record: Path, kept: str | None) -> None:
-    """Leave with one line unless all runs are of one experiment, that of the record which is there already."""
+def _one(experiments: Sequence[Experiment], record: Path, kept: Experiment | None) -> None:
+    """Leave with one line unless all runs are of one experiment, and all of the record there already among them."""
     names = [experiment.name for experiment in experiments]
     if len(names) != 1:
         told = ", ".join(names)
         raise SystemExit(f"--record takes runs of one experiment, and these are of {told}. Name fewer folders.")
-    if kept not in (None, *names):
-        raise SystemExit(f"{record} is a record of {kept}, and these runs are of {names[0]}. Name another file.")
+    if kept is None:
+        return
+    if kept.name != names[0]:
+        raise SystemExit(f"{record} is a record of {kept.name}, and these runs are of {names[0]}. Name another file.")
+    if gone := lost(kept, experiments[0]):
+        many = f"{gone} of its {len(kept.runs)} runs, which are not among these or came further there"
+        raise SystemExit(f"{record} would lose {many}. Name it beside them to keep all, or move it away.")

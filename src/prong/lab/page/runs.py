@@ -130,8 +130,8 @@ def _turn(name: str) -> tuple[int, str]:
     return PAPER.index(name) if name in PAPER else len(PAPER), name
 
 
-def kept_in(path: Path) -> str | None:
-    """The experiment whose record `prong report` has left in a file; None if there is no file.
+def kept_in(path: Path) -> Experiment | None:
+    """What `prong report` has left in a file as a record; None if there is no file.
 
     Raises:
         ForeignRecordError: the file is something else, and nothing to write over.
@@ -141,7 +141,7 @@ def kept_in(path: Path) -> str | None:
     content = _content(path)
     if not _is_record(content) or not content.keys() <= RECORD:  # `prong bench pace` has more to say
         raise ForeignRecordError(f"{path} is not a record that `prong report` made. Name another file with --record.")
-    return str(content["experiment"])
+    return _recorded(path)
 
 
 def _in_folders(path: Path) -> list[Experiment]:
@@ -256,6 +256,10 @@ def _checked(where: str, config: Any, environment: Any, rows: Any, outcome: Any,
     if odd or (outcome is not None and not isinstance(outcome.get("updates"), int)):
         told = ", ".join(odd) or "outcome"
         raise ForeignRecordError(f"{where} has something else for its {told}. Move it away, or name another.")
+    ragged = [name for name, kept in (keepsakes or {}).items() if isinstance(kept, list) and not _is_matrix(kept)]
+    if ragged:
+        told = f"{where} keeps something else than a table of numbers as {ragged[0]!r}"
+        raise ForeignRecordError(f"{told}. Move it away, or name another.")
     for name in (config["experiment"], *dict.fromkeys(name for row in rows for name in row)):
         if NAME.fullmatch(name) is None:
             raise ForeignRecordError(f"{where} says {name!r}, which is no name for files. Move it away.")
@@ -271,14 +275,35 @@ def _is_row(row: Any) -> bool:
     return isinstance(row, dict) and "update" in row and all(isinstance(value, (int, float)) for value in row.values())
 
 
+def _is_matrix(kept: Sequence[Any]) -> bool:
+    if not all(isinstance(row, list) and row and len(row) == len(kept[0]) for row in kept):
+        return False
+    return all(isinstance(value, (int, float)) for row in kept for value in row)
+
+
+def lost(kept: Experiment, experiment: Experiment) -> int:
+    """How many runs would be gone, or not be as far, if a record was replaced by one of this experiment."""
+    found = {_key(run): run for run in experiment.runs}
+    return sum(_key(run) not in found or _reach(found[_key(run)]) < _reach(run) for run in kept.runs)
+
+
 def _furthest(runs: Iterable[Run]) -> list[Run]:
     found: dict[str, Run] = {}
     for run in runs:
-        key = json.dumps(run.config, sort_keys=True)
-        known = found.setdefault(key, run)
-        if (run.outcome is not None, run.updates) > (known.outcome is not None, known.updates):
-            found[key] = run
+        known = found.setdefault(_key(run), run)
+        if _reach(run) > _reach(known):
+            found[_key(run)] = run
     return list(found.values())
+
+
+def _key(run: Run) -> str:
+    """The same for two runs of one configuration."""
+    return json.dumps(run.config, sort_keys=True)
+
+
+def _reach(run: Run) -> tuple[bool, int]:
+    """How far a run came."""
+    return run.outcome is not None, run.updates
 
 
 def _sorted(runs: Iterable[Run]) -> list[Run]:

@@ -73,16 +73,18 @@ def milliseconds(experiment: Experiment, group: Group, apart: bool = True) -> fl
 
 
 def costs(experiment: Experiment) -> Sheet | None:
-    """Time per update and per epoch beside SGD's, where both were timed in the same way; None without SGD."""
+    """Time per update and per epoch beside SGD's, of nets of one size timed in the same way; None without SGD."""
     found = [(group, cost) for group in groups(experiment.runs) if (cost := milliseconds(experiment, group))]
-    base = next(((g, cost) for key in SGD for g, cost in found if g.method == key), None)
-    if base is None:
+    bases = [(g, cost) for key in SGD for g, cost in found if g.method == key]
+    if not bases:
         return None
+    base = max(bases, key=lambda pair: pair[0].planned)  # the first of the longest
     batch = setting("batch")
     rows = []
     for group, cost in found:
         ratio = cost / base[1]
-        alike = len({experiment.pace(member.runs[0]) is None for member in (group, base[0])}) == 1
+        kinds = {(experiment.pace(g.runs[0]) is None, g.config["parameters"]) for g in (group, base[0])}
+        alike = len(kinds) == 1
         ratios = [ratio, ratio * batch(base[0]) / batch(group)]
         shares = [share(experiment, group, what) for what in ("refresh", "statistics")]
         percents = [NONE if part is None else f"{100 * part:.1f} %" for part in shares]

@@ -102,7 +102,7 @@ def cifar10(experiment: Experiment) -> Sequence[Figure]:
 def conditioning(experiment: Experiment) -> Sequence[Figure]:
     """The Fisher before and after, its condition number over training for every run, and the training loss."""
     maps = [run for run in experiment.runs if all(_positive(run.keepsakes.get(when)) for when in WHEN)]
-    heat = [_heat(run) for run in maps[:1]]
+    heat = [_heat(max(maps, key=lambda run: run.planned))] if maps else []  # the first of the longest
     found = groups(experiment.runs)
     curves = [
         line for group, look in zip(found, looks(found), strict=True) for line in _each(group, relative_condition, look)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from optuna.trial import FrozenTrial
 
 from prong.lab.contestants import Initialisation
 from prong.lab.methods import KEYS, trouble
+from prong.lab.record import strict_json
 
 Value = float | str
 Point = dict[str, Value]
@@ -83,11 +83,11 @@ def read_spaces(path: Path, methods: Sequence[str], chosen: bool) -> dict[str, S
         ValueError: it cannot be read, or is no such file; the message says what to do.
     """
     try:
-        content = json.loads(path.read_text())
+        content = strict_json(path.read_text())
     except OSError as error:
         raise ValueError(f"--grid {path} cannot be read: {error.strerror}. It is `paper` or a JSON file.") from error
     except ValueError as error:
-        raise ValueError(f"--grid {path} is not JSON: {error}") from error
+        raise ValueError(f"--grid {path} is no grid: {error}") from error
     if not isinstance(content, dict) or not content:
         raise ValueError(f'{path} is no grid: it should look like {{"lr": [0.1, 0.01], "batch": [64, 128]}}')
     named = [name for name, given in content.items() if name in KEYS or _is_space(given)]
@@ -125,10 +125,12 @@ def parse_space(content: Any, method: str, where: str) -> Space:
 
 def _parse_axis(name: str, given: Any, where: str) -> tuple[Value, ...] | Range:
     if isinstance(given, dict):
-        if not {"low", "high"} <= given.keys() <= {"low", "high", "log"} or name == "initialisation":
+        named = {"low", "high"} <= given.keys() <= {"low", "high", "log"}
+        log = given.get("log", False)
+        if not named or type(log) is not bool or name == "initialisation":
             raise ValueError(f'{where} is no range. One looks like {{"low": 1e-5, "high": 1, "log": true}}')
         _check_values(name, (given["low"], given["high"]), where)
-        found = Range(given["low"], given["high"], bool(given.get("log", False)))
+        found = Range(given["low"], given["high"], log)
         if found.low >= found.high or (found.log and found.low <= 0):
             raise ValueError(f"{where}: low is below high, and positive if log; got {given}")
         return found

@@ -22,7 +22,7 @@ from prong.lab.sweeps.report import method_entry, shown_progress, table
 from prong.lab.sweeps.storages import StorageError, open_database, open_journal, sole_user
 from prong.lab.sweeps.sweepable import SWEEPABLE
 from prong.lab.sweeps.sweeping import Keep, Sweep, carry_on
-from prong.lab.terminal import announce, at_least, make_console, positive, writable
+from prong.lab.terminal import announce, at_least, make_console, positive, trouble_with, writable
 
 
 def sweep(
@@ -84,7 +84,9 @@ def sweep(
         raise SystemExit(130) from None
     except (ForeignRecordError, InUseError, StorageError) as error:
         raise SystemExit(str(error)) from error
-    except (OSError, StorageInternalError) as error:
+    except OSError as error:
+        raise SystemExit(trouble_with(error, out)) from error
+    except StorageInternalError as error:
         raise SystemExit(f"stopped: {error}. Mend it, and the same command goes on from here.") from error
     except BrokenProcessPool as error:
         raise SystemExit("stopped: a process died, perhaps for want of memory. The same command goes on.") from error
