@@ -80,6 +80,12 @@ def test_who_does_not_arrive_gives_a_bound_unless_it_diverged() -> None:
     assert found["SGD", "updates"].value is None
 
 
+def test_who_was_stopped_before_our_best_arrived_tells_nothing() -> None:
+    stopped = Standing(Contestant("Muon", "standard"), PACE, 100, {"lr": 0.1}, {2: run(90, 60)})
+    found = {ratio.measure: ratio.value for ratio in ratios([FAST, stopped], [7.0])}
+    assert found == {"seconds": None, "updates": None}
+
+
 def test_without_our_own_arrival_there_is_no_ratio() -> None:
     assert all(ratio.value is None for ratio in ratios(FIELD, [1.0]))
     assert [ratio.value for ratio in ratios([SLOW], [7.0])] == [None, None]

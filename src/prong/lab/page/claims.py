@@ -194,7 +194,7 @@ CLAIMS = (
         "imagenet",
         "Batch norm and PRONG+ end alike, ahead of SGD",
         "28.6 %, 28.9 %, 32.1 %",
-        "validation errors within a point of each other, both below SGD's",
+        "least validation errors within a point of each other, both below SGD's",
         judges.top_1,
     ),
 )

@@ -145,6 +145,8 @@ def _ratio(field: Sequence[Standing], group: str, measure: str, threshold: float
     if ours is None or peer is None or need(ours, threshold) <= 0:
         return empty
     value = (need(peer, threshold) if reached else at_cap(peer)) / need(ours, threshold)
+    if not reached and value < 1:  # stopped before our best was there: that tells nothing
+        return empty
     return replace(empty, value=value, at_least=not reached, peer=peer.contestant.name, ours=ours.contestant.name)
 
 
