@@ -634,3 +634,23 @@ def test_five_learning_rates_have_five_kinds_of_line(tmp_path: Path) -> None:
     (experiment,) = gather([tmp_path])
     curves = figures(experiment)[0]
     assert isinstance(curves, Chart) and len({line.dash for line in curves.curves}) == 5
+
+
+@pytest.mark.parametrize(("slow", "log"), [(4.0, False), (9.0, True)])
+def test_where_some_take_much_longer_seconds_are_logarithmic_from_the_first_step_on(
+    slow: float, log: bool, tmp_path: Path
+) -> None:
+    write_run(tmp_path, "sgd", errors([90, 50, 20], pace=1.0))
+    write_run(tmp_path, "soap", errors([90, 10, 5], pace=slow))
+    write_run(tmp_path, "adam", errors([90, 80], pace=0.01), failure="diverged at update 15: the loss is nan")
+    (experiment,) = gather([tmp_path])
+    by_updates, by_seconds = figures(experiment)[:2]
+    assert not by_updates.log_x and by_seconds.log_x == log
+    seconds = {curve.name: list(curve.x) for curve in by_seconds.curves}
+    assert seconds["SOAP"] == ([10 * slow, 20 * slow] if log else [0, 10 * slow, 20 * slow])
+    assert seconds["Adam"] == ([0.1] if log else [0, 0.1])
+    (axes,) = drawn([by_seconds]).subfigs[0].axes
+    assert axes.get_xscale() == ("log" if log else "linear")
+    if log:
+        low, high = axes.get_xlim()
+        assert sum(low <= tick <= high for tick in axes.get_xticks()) > 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from matplotlib import colormaps
@@ -13,6 +13,7 @@ from prong.lab.page.grids import Grid
 from prong.lab.page.groups import Group, Point
 
 MOST = 2000  # points of a curve
+FAR = 4  # times as far as another that a curve may go on a linear axis
 Dash = Literal["solid", "dash", "dot", "dashdot", "dashdotdot"]
 DASHES: tuple[Dash, ...] = ("solid", "dash", "dot", "dashdot", "dashdotdot")
 # Okabe and Ito's colours, which most eyes can tell apart; relatives share one.
@@ -105,6 +106,24 @@ def curve(group: Group, points: Sequence[Point], look: tuple[str, Dash], seconds
         *look,
         broken=group.failed,
     )
+
+
+def far_apart(curves: Sequence[Curve]) -> bool:
+    """Whether some that did not break off go so much further than others that a linear axis would hide these."""
+    ends = [line.x[-1] for line in curves if line.x and not line.broken]
+    return bool(ends) and min(ends) > 0 and max(ends) > FAR * min(ends)
+
+
+def under_way(curves: Sequence[Curve]) -> list[Curve]:
+    """Curves from where the first of them makes its first step: what is before has no place on a logarithmic axis."""
+    begin = min((line.x[1] for line in curves if len(line.x) > 1), default=0.0)
+    return [_since(line, begin) for line in curves]
+
+
+def _since(line: Curve, begin: float) -> Curve:
+    left = sum(x < begin for x in line.x)
+    x, y, low, high = (values[left:] for values in (line.x, line.y, line.low, line.high))
+    return replace(line, x=x, y=y, low=low, high=high)
 
 
 def thinned(points: Sequence[Point], most: int = MOST) -> Sequence[Point]:

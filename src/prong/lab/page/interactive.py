@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from html import escape
 from typing import Any
 
@@ -67,11 +67,18 @@ def _chart(chart: Chart) -> go.Figure:
     for axis, title, log in ((figure.update_xaxes, chart.x, chart.log_x), (figure.update_yaxes, chart.y, chart.log_y)):
         axis(title=escape(title), type="log" if log else "linear", gridcolor=GRID, linecolor=LINE, zeroline=False)
         axis(automargin=True, exponentformat="none", separatethousands=True)
+    if chart.log_x:
+        figure.update_xaxes(**_numbers(x for curve in chart.curves for x in curve.x))
     if chart.log_y:
-        values = [y for curve in chart.curves for y in (*curve.y, *curve.low, *curve.high) if y > 0]
-        marks = ticks(min(values), max(values))
-        figure.update_yaxes(tickvals=marks, ticktext=[tick_label(tick) for tick in marks])
+        figure.update_yaxes(**_numbers(y for curve in chart.curves for y in (*curve.y, *curve.low, *curve.high)))
     return figure
+
+
+def _numbers(values: Iterable[float]) -> dict[str, Any]:
+    """What stands along a logarithmic axis."""
+    positive = [value for value in values if value > 0]
+    marks = ticks(min(positive), max(positive))
+    return {"tickvals": marks, "ticktext": [tick_label(tick) for tick in marks]}
 
 
 def _traces(curve: Curve, chart: Chart, first: bool) -> list[go.Scatter]:

@@ -8,7 +8,7 @@ from io import BytesIO
 from typing import Any
 
 import matplotlib
-from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as Canvas
 from matplotlib.figure import SubFigure
@@ -92,9 +92,12 @@ def _chart(place: SubFigure, chart: Chart) -> None:
         if curve.broken and curve.x:
             axes.plot(curve.x[-1], curve.y[-1], marker="x", color=curve.colour)
     axes.set(title=plain(chart.title), xlabel=chart.x, ylabel=plain(chart.y))
-    axes.set_xscale("log" if chart.log_x else "linear")
+    if chart.log_x:
+        axes.set_xscale("log")
+        _number(axes.xaxis, *axes.get_xlim())
     if chart.log_y:
-        _log(axes)
+        axes.set_yscale("log")
+        _number(axes.yaxis, *axes.get_ylim())
     axes.grid(alpha=0.3)
     legend = placed(_names(chart), SIZE[0])
     if legend is not None:
@@ -103,15 +106,13 @@ def _chart(place: SubFigure, chart: Chart) -> None:
         axes.legend(frameon=False, fontsize=SMALL)
 
 
-def _log(axes: Axes) -> None:
-    """A logarithmic axis with numbers along it, however short it is."""
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
+def _number(axis: Axis, low: float, high: float) -> None:
+    """Numbers along a logarithmic axis, however short it is."""
     locator = LogLocator(subs=(1, 2, 5))
     few = sum(low <= tick <= high for tick in locator.tick_values(low, high)) < 2
-    axes.yaxis.set_major_locator(FixedLocator(ticks(low, high)) if few else locator)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
-    axes.yaxis.set_minor_formatter("")
+    axis.set_major_locator(FixedLocator(ticks(low, high)) if few else locator)
+    axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+    axis.set_minor_formatter("")
 
 
 def _heat(place: SubFigure, maps: HeatMaps) -> None:

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from prong.lab.page.charts import Chart, Curve, Dash, Figure, HeatMaps, curve, looks, two_ways
+from prong.lab.page.charts import (
+    Chart,
+    Curve,
+    Dash,
+    Figure,
+    HeatMaps,
+    curve,
+    far_apart,
+    looks,
+    two_ways,
+    under_way,
+)
 from prong.lab.page.findings import SQUARES
 from prong.lab.page.grids import Cell, Grid
 from prong.lab.page.groups import Group, Value, clocked, groups, quantities, setting
@@ -55,11 +66,13 @@ def over(
     curves = [
         curve(group, group.points(value, clock), look, seconds) for group, look in zip(shown, looks(shown), strict=True)
     ]
+    far = seconds and far_apart(curves)
+    curves = under_way(curves) if far else curves
     y = words(quantity) + (", %" if percent else "")
     note = clock_note(experiment) if seconds else ""
     name = f"{quantity.replace('_', '-')}-{SECONDS if seconds else UPDATES}"
     title = f"{words(quantity).capitalize()} against {SECONDS if seconds else UPDATES}"
-    return Chart(name, title, SECONDS if seconds else UPDATES, y, curves, log_y=_log(curves, log), note=note)
+    return Chart(name, title, SECONDS if seconds else UPDATES, y, curves, far, _log(curves, log), note)
 
 
 def clock_note(experiment: Experiment) -> str:
