@@ -18,15 +18,15 @@ from prong.precision import has_bfloat16
 NAME = "cifar10"
 FIT = tuple(key for key in KEYS if key != "muon")  # torch's takes matrices, and this net has none
 DECAY = 5e-4
-# Chosen by `prong sweep cifar10` (results/cifar10-sweep.json), six trials each, by the validation error after 700
-# updates whose rate falls to zero; prong and prong+ as prong-cutoff, and rmsprop's is a guess.
+# Chosen by `prong sweep cifar10` (results/cifar10-sweep.json and cifar10-others-sweep.json), six trials each, by the
+# validation error after 700 updates whose rate falls to zero; prong as prong-cutoff.
 TUNED: Mapping[str, Tuned] = {
     "nesterov": Tuned({"lr": 0.03, "weight_decay": DECAY}),
-    "rmsprop": Tuned({"lr": 3e-4, "weight_decay": DECAY}),
+    "rmsprop": Tuned({"lr": 4e-4, "weight_decay": DECAY}),
     "batchnorm": Tuned({"lr": 0.03, "weight_decay": DECAY}),
     "prong-cutoff": Tuned({"lr": 0.04, "eps": 1.0, "weight_decay": DECAY}),
     "prong": Tuned({"lr": 0.04, "eps": 1.0, "weight_decay": DECAY}),
-    "prong+": Tuned({"lr": 0.04, "eps": 1.0, "weight_decay": DECAY}),
+    "prong+": Tuned({"lr": 0.02, "eps": 0.3, "weight_decay": DECAY}),
     "prong-bn": Tuned({"lr": 0.03, "eps": 0.3, "weight_decay": DECAY}),
 }
 
