@@ -73,7 +73,7 @@ class SmallDigits:
         x, y, _ = self._digits()
         found = prong.fisher.spectrum(self.block(model, evaluated))
         if not math.isfinite(found.condition):
-            raise Divergence("the Fisher block is zero")
+            raise Divergence("the Fisher of the middle layer is zero, as where its units are saturated")
         with torch.no_grad():
             model.eval()
             loss = F.cross_entropy(model(x[:evaluated]), y[:evaluated]).item()
