@@ -9,13 +9,12 @@ from typing import Literal
 
 from prong.lab.bench.sheets import NONE
 from prong.lab.methods import KEYS
-from prong.lab.page.groups import Group, Point, Value, groups, reaching
+from prong.lab.page.groups import Clock, Group, Point, Value, groups, reaching
 from prong.lab.page.runs import Experiment, Run
 
 Verdict = Literal["holds", "does not hold", "cannot be tested here", "not run"]
 SGD = ("nesterov", "sgd")
 SQUARES = "train_squared_error"
-Clock = Callable[..., float]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 from prong.lab.page.runs import Experiment, Run, flat
 
 Value = Callable[[Run, Mapping[str, float]], float | None]
+Clock = Callable[[Run, Mapping[str, float]], float]
 COUNTED = ("update", "epoch", "seconds", "lr")  # in rows, but not measures of anything
 LENGTHY = ("data", "parameters")  # told only where nothing else tells groups apart
 
@@ -63,9 +64,7 @@ class Group:
         """Whether at least half of its runs did."""
         return 2 * sum(run.failure is not None for run in self.runs) >= len(self.runs) > 0
 
-    def points(
-        self, value: str | Value, seconds: Callable[[Run, Mapping[str, float]], float] | None = None
-    ) -> list[Point]:
+    def points(self, value: str | Value, seconds: Clock | None = None) -> list[Point]:
         """The median over runs at every update that was measured, in order.
 
         A run that has failed counts as worse than any other from there on; where the median is such, there is no
@@ -106,7 +105,7 @@ def own_seconds(run: Run, row: Mapping[str, float]) -> float:
     return row.get("seconds", math.nan)
 
 
-def clocked(experiment: Experiment) -> Callable[[Run, Mapping[str, float]], float]:
+def clocked(experiment: Experiment) -> Clock:
     """Seconds at the costs that were measured apart, where they were; else the runs' own."""
 
     def seconds(run: Run, row: Mapping[str, float]) -> float:

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from prong.lab.methods import KEYS
+from prong.lab.page.arrivals import shared_clock
 from prong.lab.page.findings import (
     SGD,
     SQUARES,
-    Clock,
     Finding,
     arrival,
     as_long,
@@ -29,7 +29,7 @@ from prong.lab.page.findings import (
     untestable,
     whitened,
 )
-from prong.lab.page.groups import Group, Point, clocked, groups, own_seconds, setting
+from prong.lab.page.groups import Clock, Group, Point, groups, setting
 from prong.lab.page.runs import Experiment
 from prong.lab.page.tables import best_row, milliseconds, share
 from prong.lab.page.views import relative_condition
@@ -97,8 +97,7 @@ def less_time(experiment: Experiment, keys: Sequence[str] = (), batch_norm: bool
     known = groups(experiment.runs, lengths=False)
     entered = [g for g in known if not is_prong(g) and (not keys or g.method in keys)]
     ours, others = as_long(sgd, ours), as_long(sgd, entered)
-    apart = all(experiment.pace(group.runs[0]) is not None for group in (*ours, *others))
-    clock = clocked(experiment) if apart else own_seconds
+    clock, how = shared_clock(experiment, (*ours, *others))
 
     def seconds(group: Group) -> float:
         return never(arrival(group, SQUARES, error, clock), seconds=True)
@@ -108,7 +107,6 @@ def less_time(experiment: Experiment, keys: Sequence[str] = (), batch_norm: bool
         return found(False, f"none reaches {sgd.name}'s final error of {error:.3g}; {seeds(sgd, *ours)}")
     rivals = sorted((seconds(group), group.name) for group in others)
     told = [f"{name} {_times(time / fastest if fastest else math.inf)}" for time, name in rivals]
-    how = "side by side" if apart else "by the runs' own clocks"
     ours_told = f"{who.name} {fastest:.3g} s to {error:.3g}; {', '.join(told)}; {how}, {seeds(who, *others)}"
     if fastest < rivals[0][0]:
         missing = [KEYS[key].name for key in keys if key not in SGD and not of(experiment, key)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from prong.lab.bench.sheets import Sheet
 from prong.lab.page import tables
+from prong.lab.page.arrivals import arrivals
 from prong.lab.page.charts import Figure
 from prong.lab.page.claims import claims_of, claims_sheet
 from prong.lab.page.runs import Experiment
@@ -61,7 +62,8 @@ def section(experiment: Experiment) -> Section:
     known: Mapping[str, Experiment] = {experiment.name: experiment}
     parts = experiment.parts()
     finals = [tables.results(part, name) for name, part in parts.items()]
-    results = (*finals, tables.chosen(experiment), *tables.grids(experiment), tables.costs(experiment))
+    cells = tables.grids(experiment)
+    results = (*finals, tables.chosen(experiment), *cells, arrivals(experiment), tables.costs(experiment))
     troubles = (tables.failures(experiment), tables.unfinished(experiment))
     return Section(
         experiment.name,
