@@ -132,6 +132,12 @@ def test_the_sensitivity_grids_are_complete(mnist: Path) -> None:
     assert not any(job.schedule.early for job in jobs if job.part == "period")
 
 
+def test_periods_are_compared_from_the_initialisations_that_are_asked_for(mnist: Path) -> None:
+    jobs = sensitivity.jobs(sensitivity.Options(parts=("period",), starts=("whitened",)))
+    assert {job.contestant.initialisation for job in jobs} == {"whitened"}
+    assert len(jobs) == 5
+
+
 @pytest.mark.parametrize(
     ("words", "updates", "measured"),
     [((), 10_000, 100), (("--quick",), 300, 20), (("--quick", "--updates", "10000"), 10_000, 20)],
@@ -238,6 +244,7 @@ def test_who_wants_tensorboard_late_gets_all_rows_once(
         ),
         (("conditioning", "--methods", "adam", "--momentum", "0.5"), "anything to do with --momentum"),
         (("sensitivity", "--parts"), "--parts are one or more, each once; got none"),
+        (("sensitivity", "--starts"), "--starts are one or more, each once; got none"),
         (("sensitivity", "--lrs", "0.1", "0.1"), "--lrs are one or more, each once; got 0.1, 0.1"),
     ],
 )

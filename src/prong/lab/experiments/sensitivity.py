@@ -19,7 +19,6 @@ from prong.lab.training import Plan
 
 NAME = "sensitivity"
 Part = Literal["eps", "period"]
-STARTS: tuple[Initialisation, ...] = ("whitened", "standard")
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,8 @@ class Options(Common):
         batch: examples per update.
         eps: dampings of the first grid.
         lrs: learning rates of the first grid.
-        periods: of the second grid; each from a whitened and from a fan-in initialisation.
+        periods: of the second grid.
+        starts: its initialisations, each with every period; standard is fan-in.
         samples: examples behind a refresh; a period shorter than that takes what it has.
         lr: learning rate of the second grid; by default the autoencoder's own.
         damping: of the second grid; by default the autoencoder's own.
@@ -56,6 +56,7 @@ class Options(Common):
     eps: tuple[float, ...] = (1.0, 1e-1, 1e-2, 1e-3)
     lrs: tuple[float, ...] = (1e-2, 3e-3, 1e-3, 3e-4, 1e-4)
     periods: tuple[int, ...] = (10, 100, 1000, 10_000, 100_000)
+    starts: tuple[Initialisation, ...] = ("whitened", "standard")
     samples: int = 12_800
     lr: float | None = None
     damping: float | None = None
@@ -72,7 +73,7 @@ def jobs(options: Options) -> list[Job]:
     """The runs."""
     options.check()
     at_least(1, updates=options.updates, batch=options.batch, evaluations=options.evaluations, periods=options.periods)
-    each_once(parts=options.parts, eps=options.eps, lrs=options.lrs, periods=options.periods)
+    each_once(parts=options.parts, eps=options.eps, lrs=options.lrs, periods=options.periods, starts=options.starts)
     task = Reconstruction(autoencoder, options.data)
     source_of(task)
     made = []
@@ -88,7 +89,7 @@ def jobs(options: Options) -> list[Job]:
                         made.append(make_job(NAME, task, key, own, Schedule(), plan, {}, part="eps", name=name))
             if "period" in options.parts:
                 lr, damping = options.lr or tuned.settings["lr"], options.damping or tuned.settings["eps"]
-                for start in STARTS:
+                for start in options.starts:
                     for period in options.periods:
                         samples = min(options.samples, period * options.batch)
                         schedule = Schedule(period, samples, early=False)
