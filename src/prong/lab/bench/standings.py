@@ -9,7 +9,7 @@ from typing import Any
 
 from prong.lab.bench.sheets import NONE, Sheet
 from prong.lab.racing.scoreboard import describe, plot_race
-from prong.lab.racing.standings import Ratio, Standing, ratios, standings
+from prong.lab.racing.standings import NOT_REACHED, Ratio, Standing, ratios, standings
 
 
 def sheets(record: Mapping[str, Any]) -> list[Sheet]:
@@ -55,11 +55,10 @@ def _ratios(field: Sequence[Standing], thresholds: Sequence[float]) -> Sheet:
     for start in range(0, len(found), len(thresholds)):
         row = found[start : start + len(thresholds)]
         rows.append([f"{row[0].group}, in {row[0].measure}", *map(_ratio, row)])
-    note = "'>': not reached; what they had when they were stopped, over what our best needed."
-    return Sheet("times as much as our best", ("against", *(f"to {t:g}" for t in thresholds)), rows, note)
+    return Sheet("times as much as our best", ("against", *(f"to {t:g}" for t in thresholds)), rows, NOT_REACHED)
 
 
 def _ratio(ratio: Ratio) -> str:
     if ratio.value is None:
         return NONE
-    return f"{'> ' * ratio.at_least}{ratio.value:.1f} ({ratio.peer} : {ratio.ours})"
+    return f"{'> ' * ratio.at_least}{ratio.value:.1f} ({ratio.peer or 'nobody'} : {ratio.ours})"

@@ -17,7 +17,7 @@ from matplotlib.ticker import ScalarFormatter
 from rich.table import Table
 
 from prong.lab.methods import Settings
-from prong.lab.racing.standings import Ratio, Standing, ratios
+from prong.lab.racing.standings import NOT_REACHED, Ratio, Standing, ratios
 from prong.lab.training import Run
 
 NONE = "-"
@@ -63,7 +63,7 @@ def ratio_table(field: Sequence[Standing], thresholds: Sequence[float]) -> Table
     """How many times as much others needed as our best, who is named too."""
     table = Table(
         title="times as much as our best",
-        caption="'>': not reached; what they had when they were stopped, over what our best needed.",
+        caption=NOT_REACHED,
     )
     table.add_column("against", no_wrap=True)
     for threshold in thresholds:
@@ -79,7 +79,7 @@ def ratio_table(field: Sequence[Standing], thresholds: Sequence[float]) -> Table
 def _ratio(ratio: Ratio) -> str:
     if ratio.value is None:
         return NONE
-    return f"{'> ' * ratio.at_least}{ratio.value:.2f}\n[dim]{ratio.peer}\n: {ratio.ours}[/dim]"
+    return f"{'> ' * ratio.at_least}{ratio.value:.2f}\n[dim]{ratio.peer or 'nobody'}\n: {ratio.ours}[/dim]"
 
 
 def plot_race(field: Sequence[Standing], thresholds: Sequence[float], title: str, path: Path | BinaryIO) -> None:

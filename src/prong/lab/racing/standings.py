@@ -97,8 +97,8 @@ class Ratio:
         measure: seconds or updates.
         threshold: the error to reach.
         value: None if we did not reach it, or if nothing can be said of the group.
-        at_least: whether nobody in the group reached it, and the value is what they had when they were stopped.
-        peer: the group's best.
+        at_least: whether nobody in the group reached it, and the value is the least that one had when it was stopped.
+        peer: the group's best; None where nobody in it arrived.
         ours: our best.
     """
 
@@ -111,6 +111,7 @@ class Ratio:
     ours: str | None = None
 
 
+NOT_REACHED = "'>': nobody arrived; the least that one of them had when it was stopped, over what our best needed."
 GROUPS: Mapping[str, Callable[[Contestant], bool]] = {
     "best peer, standard init": lambda c: c.method_name not in OURS and c.initialisation == "standard",
     "best peer, whitened init": lambda c: c.method_name not in OURS and c.initialisation == "whitened",
@@ -147,7 +148,8 @@ def _ratio(field: Sequence[Standing], group: str, measure: str, threshold: float
     value = (need(peer, threshold) if reached else at_cap(peer)) / need(ours, threshold)
     if not reached and value < 1:  # stopped before our best was there: that tells nothing
         return empty
-    return replace(empty, value=value, at_least=not reached, peer=peer.contestant.name, ours=ours.contestant.name)
+    name = peer.contestant.name if reached else None
+    return replace(empty, value=value, at_least=not reached, peer=name, ours=ours.contestant.name)
 
 
 def _least(field: Sequence[Standing], key: Callable[[Standing], float]) -> Standing | None:
