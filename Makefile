@@ -8,8 +8,9 @@ ORACLE := curvlinops-for-pytorch einconv einops linear_operator
 
 .PHONY: demo test test-slow check docs bench clean
 
+# Threads that wait for each other give up their core soon: beside another busy process they would wait 50 times as long as they compute.
 demo: $(READY)  ## PRONG beside SGD, batch norm and Adam on the paper's autoencoder
-	$(VENV)/bin/prong run autoencoder --quick
+	GOMP_SPINCOUNT=1000 $(VENV)/bin/prong run autoencoder --quick
 	$(VENV)/bin/prong report runs/autoencoder-quick
 
 # One thread per worker: two torch processes with two threads each fight over two cores.
