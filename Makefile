@@ -8,7 +8,7 @@ ORACLE := curvlinops-for-pytorch einconv einops linear_operator
 
 .PHONY: demo test test-slow check docs bench clean
 
-# Threads that wait for each other give up their core soon: beside another busy process they would wait 50 times as long as they compute.
+# Beside another busy process threads that spin for each other take 50 times as long; these soon give up their core.
 demo: $(READY)  ## PRONG beside SGD, batch norm and Adam on the paper's autoencoder
 	GOMP_SPINCOUNT=1000 $(VENV)/bin/prong run autoencoder --quick
 	$(VENV)/bin/prong report runs/autoencoder-quick

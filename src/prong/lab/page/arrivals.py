@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from prong.lab.bench.sheets import NONE, Sheet
 from prong.lab.page.findings import SGD, SQUARES, arrival, as_long, best, comparable, of
-from prong.lab.page.groups import Clock, Group, Point, clocked, groups, own_seconds
+from prong.lab.page.groups import Group, Point, groups, shared_clock
 from prong.lab.page.runs import Experiment
+from prong.lab.page.tables import FRACTIONS
 from prong.lab.page.views import words
 
-MEASURES = {SQUARES: (1, ""), "train_error": (100, " %")}  # whichever there is, with a factor and a unit for it
+MEASURES = (SQUARES, "train_error")  # the first that SGD has
 
 
 def arrivals(experiment: Experiment) -> Sheet | None:
@@ -21,30 +21,27 @@ def arrivals(experiment: Experiment) -> Sheet | None:
     None without SGD or another method, or where SGD's runs failed or ended no better than they began.
     """
     judged = replace(experiment, runs=comparable([run for run in experiment.runs if run.outcome is not None]))
-    for measure, (factor, unit) in MEASURES.items():
+    for measure in MEASURES:
         sgd = best(of(judged, *SGD), measure)
         final = sgd.final(measure) if sgd is not None else None
-        if sgd is None or final is None:
-            continue
-        members = as_long(sgd, groups(judged.runs, lengths=False))
-        clock, how = shared_clock(judged, members)
-        places = {group.name: arrival(group, measure, final.median, clock) for group in members}
-        base = places[sgd.name]
-        if base is None or base.update == 0 or len(members) == 1:
-            return None
-        rows = [[name, *_cells(place, base)] for name, place in places.items()]
-        headings = ["method", "updates", "times fewer", "seconds", "times sooner"]
-        aim = f"{factor * final.median:.3g}{unit}, {sgd.name}'s final {words(measure)}"
-        note = f"The first measurement with a median of {aim}, or less. Seconds were measured {how}."
-        return Sheet("How soon", headings, rows, note)
+        if sgd is not None and final is not None:
+            return _sheet(judged, measure, sgd, final.median)
     return None
 
 
-def shared_clock(experiment: Experiment, members: Sequence[Group]) -> tuple[Clock, str]:
-    """One clock for all of these, and what it shows: costs measured apart if they were for each, else their own."""
-    if all(experiment.pace(group.runs[0]) is not None for group in members):
-        return clocked(experiment), "side by side"
-    return own_seconds, "by the runs' own clocks"
+def _sheet(experiment: Experiment, measure: str, sgd: Group, aim: float) -> Sheet | None:
+    members = as_long(sgd, groups(experiment.runs, lengths=False))
+    clock, how = shared_clock(experiment, members)
+    places = {group.name: arrival(group, measure, aim, clock) for group in members}
+    base = places[sgd.name]
+    if base is None or base.update == 0 or len(members) == 1:
+        return None
+    rows = [[name, *_cells(place, base)] for name, place in places.items()]
+    headings = ["method", "updates", "times fewer", "seconds", "times sooner"]
+    told = f"{100 * aim:.3g} %" if measure in FRACTIONS else f"{aim:.3g}"
+    end = f"{told}, {sgd.name}'s final {words(measure)}"
+    note = f"The first measurement with a median of {end}, or less. Seconds were measured {how}."
+    return Sheet("How soon", headings, rows, note)
 
 
 def _cells(place: Point | None, base: Point) -> list[str]:

@@ -115,6 +115,13 @@ def clocked(experiment: Experiment) -> Clock:
     return seconds
 
 
+def shared_clock(experiment: Experiment, members: Iterable[Group]) -> tuple[Clock, str]:
+    """One clock for all of these, and what it shows: costs measured apart if they were for each, else their own."""
+    if all(experiment.pace(group.runs[0]) is not None for group in members):
+        return clocked(experiment), "side by side"
+    return own_seconds, "by the runs' own clocks"
+
+
 def reaching(points: Iterable[Point], value: float) -> Point | None:
     """The first point with a median no larger than this."""
     return next((point for point in points if point.median <= value), None)

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from prong.lab.methods import KEYS
-from prong.lab.page.arrivals import shared_clock
 from prong.lab.page.findings import (
     SGD,
     SQUARES,
@@ -29,7 +28,7 @@ from prong.lab.page.findings import (
     untestable,
     whitened,
 )
-from prong.lab.page.groups import Clock, Group, Point, groups, setting
+from prong.lab.page.groups import Clock, Group, Point, groups, setting, shared_clock
 from prong.lab.page.runs import Experiment
 from prong.lab.page.tables import best_row, milliseconds, share
 from prong.lab.page.views import relative_condition
