@@ -171,6 +171,7 @@ def link(name: str, target: str, kind: bytes) -> tarfile.TarInfo:
 EVIL = {
     "outside": tar_of({**IN_TAR, "../outside": b"x"}),
     "far outside": tar_of({**IN_TAR, "cifar-10-batches-bin/../../../../outside": b"x"}),
+    "an absolute name": tar_of({**IN_TAR, "/outside-of-prong": b"x"}),
     "a link": tar_of(IN_TAR, link("cifar-10-batches-bin/batches.meta.txt", "test_batch.bin", tarfile.SYMTYPE)),
     "a link out": tar_of(IN_TAR, link("cifar-10-batches-bin/passwd", "/etc/passwd", tarfile.SYMTYPE)),
     "a hard link": tar_of(

@@ -124,7 +124,7 @@ def _unpacked(published: Published, aside: Path) -> Path:
     name, folder = published.archive.name, published.places[0]
     try:
         with tarfile.open(aside / name) as archive:
-            archive.extractall(aside, filter=plain)
+            extract(archive, aside)
     except tarfile.TarError as error:
         raise FetchError(f"{name} is not unpacked: {error}") from error
     for file in published.files:
@@ -133,11 +133,25 @@ def _unpacked(published: Published, aside: Path) -> Path:
     return aside / folder
 
 
-def plain(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
-    """The member, if it is a file or a folder, and inside."""
-    if not (member.isreg() or member.isdir()):
-        raise tarfile.SpecialFileError(member)
-    return tarfile.data_filter(member, path)
+def extract(archive: tarfile.TarFile, folder: Path) -> None:
+    """Write the files and folders of an archive below a folder that holds no links.
+
+    `tarfile`'s own filters are not in Python before 3.11.4.
+
+    Raises:
+        tarfile.TarError: a member is neither, or would lie outside.
+    """
+    for member in archive:
+        name = Path(member.name)
+        content = archive.extractfile(member) if member.isreg() else None
+        if content is None and not member.isdir():
+            raise tarfile.TarError(f"{member.name!r} is neither a file nor a folder")
+        if name.is_absolute() or ".." in name.parts:
+            raise tarfile.TarError(f"{member.name!r} would lie outside")
+        (folder / name if content is None else folder / name.parent).mkdir(parents=True, exist_ok=True)
+        if content is not None:
+            with (folder / name).open("wb") as file:
+                shutil.copyfileobj(content, file)
 
 
 def _place(new: Path, target: Path) -> None:

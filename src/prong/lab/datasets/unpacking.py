@@ -7,7 +7,7 @@ import tarfile
 import zlib
 from pathlib import Path
 
-from prong.lab.datasets.fetching import FetchError, aside, plain
+from prong.lab.datasets.fetching import FetchError, aside, extract
 
 
 def unpack(archive: Path, folder: Path) -> Path:
@@ -25,7 +25,7 @@ def unpack(archive: Path, folder: Path) -> Path:
             if target.exists():
                 raise FetchError(f"{target} is there already. Take it away to unpack {archive} anew.")
             with aside(folder, name) as place:
-                tar.extractall(place, filter=plain)
+                extract(tar, place)
                 (place / name).rename(target)
     except (tarfile.ReadError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise FetchError(f"{archive} is not unpacked: it is no tar archive, or a damaged one.") from error
