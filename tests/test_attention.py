@@ -185,7 +185,7 @@ def test_an_open_window_changes_neither_outputs_nor_gradients_of_attention(form,
     prong.Refresher(layer, torch.optim.SGD(layer.parameters(), 0.1))
     assert_close(attend(layer, inputs, case), z)
     rows = projection_inputs(plain_copy(layer), inputs, case)
-    sites = [site for _, site in prong.injection.whitened_sites(layer).values()]
+    sites = [site for _, site in prong.model.whiten.whitened_sites(layer).values()]
     for site, x in zip(sites, rows, strict=True):
         assert site.inputs.moments.count == len(x)
         assert_close(site.inputs.moments.mean[0], x.mean(0), site.label)
@@ -238,7 +238,7 @@ def test_a_transformer_layer_is_refreshed_in_train_and_eval_mode(form, norm_firs
     h = MODELS["transformer"].sample(6)
     prong.refresh_(model, h, EPS)
     assert model.training == training
-    for name, (_, site) in prong.injection.whitened_sites(model).items():
+    for name, (_, site) in prong.model.whiten.whitened_sites(model).items():
         assert site.whitening is not None, f"{name} saw nothing"
     assert_close(model(h), plain(h))
     with torch.no_grad():
@@ -252,7 +252,7 @@ def test_a_transformer_with_padding_is_refreshed_in_eval_mode(form):
     model = prong.whiten_(copy.deepcopy(plain), form)
     h, mask = MODELS["transformer"].sample(6), torch.tensor([[False, False, False, True]] * 6)
     prong.refresh_(model, [{"src": h, "src_key_padding_mask": mask}], EPS)
-    assert all(site.whitening is not None for _, site in prong.injection.whitened_sites(model).values())
+    assert all(site.whitening is not None for _, site in prong.model.whiten.whitened_sites(model).values())
     assert_close(model(h, src_key_padding_mask=mask), plain(h, src_key_padding_mask=mask))
 
 
@@ -266,7 +266,7 @@ def test_a_decoder_layer_with_self_and_cross_attention_trains(form):
         loss = model(target, memory, tgt_is_causal=False).square().mean()
         loss.backward()
         optimizer.step()
-    assert all(site.whitening.is_finite() for _, site in prong.injection.whitened_sites(model).values())
+    assert all(site.whitening.is_finite() for _, site in prong.model.whiten.whitened_sites(model).values())
     assert loss.isfinite()
 
 

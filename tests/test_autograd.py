@@ -55,7 +55,7 @@ def small(form: str = "implicit", bias: bool = True, eps: float = 0.1) -> nn.Seq
 def natural_of_total(model: nn.Module, plain: nn.Module, total: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The formula on the plain gradients of any loss at all, with the whitening that an implicit model has."""
     expected = {}
-    for name, layer in prong.injection.whitened_layers(model):
+    for name, layer in prong.model.whiten.whitened_layers(model):
         prefix = f"{name}." if name else ""
         gW, gb = total[f"{prefix}weight"], total.get(f"{prefix}bias")
         whitening = layer.sites[0].whitening
@@ -307,11 +307,11 @@ def test_functional_transforms_leave_open_windows_usable(form):
     grad(lambda p: curved(f(p, h)))(parameters)
     jvp(model, (h,), (h,))
     jacrev(model)(h)
-    for _, site in prong.injection.whitened_sites(model).values():
+    for _, site in prong.model.whiten.whitened_sites(model).values():
         assert "TrackingTensor" not in repr(site.inputs.moments.mean), "a transform's wrapper outlived it"
     curved(model(h)).backward()
     optimizer.step()
-    assert all(site.whitening.is_finite() for _, site in prong.injection.whitened_sites(model).values())
+    assert all(site.whitening.is_finite() for _, site in prong.model.whiten.whitened_sites(model).values())
 
 
 @forms
@@ -377,7 +377,7 @@ def test_training_a_compiled_model_with_prong_equals_training_the_eager_one(form
             optimizer.zero_grad()
             curved(run(case.sample(8))).backward()
             optimizer.step()
-        whitenings = [site.whitening for _, site in prong.injection.whitened_sites(model).values()]
+        whitenings = [site.whitening for _, site in prong.model.whiten.whitened_sites(model).values()]
         return [*model.parameters(), *(x for w in whitenings for _, x in w.items())]
 
     assert_close(train(True), train(False))
@@ -421,7 +421,7 @@ def as_canonical(model: nn.Module, found: dict[str, torch.Tensor]) -> dict[str, 
     if model[0].form == "implicit":
         return found
     result = {}
-    for name, layer in prong.injection.whitened_layers(model):
+    for name, layer in prong.model.whiten.whitened_layers(model):
         W, b = canonical_step(layer, found[f"{name}.V"], found[f"{name}.d"])
         result |= {f"{name}.weight": W, f"{name}.bias": b}
     return result
@@ -536,7 +536,7 @@ def test_activation_checkpointing_changes_neither_gradients_nor_statistics(form,
         prong.Refresher(model, torch.optim.SGD(model.parameters(), 0.1))
         h = MODELS["mlp"].sample(rows).requires_grad_()
         curved(checkpoint(model, h, use_reentrant=reentrant) if checkpointed else model(h)).backward()
-        sites = prong.injection.whitened_sites(model).values()
+        sites = prong.model.whiten.whitened_sites(model).values()
         assert all(site.inputs.moments.count == rows for _, site in sites)
         runs[checkpointed] = [accumulated(model), h.grad, [site.inputs.moments.covariance() for _, site in sites]]
     assert_close(runs[True], runs[False])

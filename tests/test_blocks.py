@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import prong
-from prong.accuracy import approximate_inverse, step_error
-from prong.gradients import Gain
+from prong.analysis.accuracy import approximate_inverse, step_error
+from prong.gradients.outputs import Gain
 from prong.layers.layout import Layout
 from tests.cases import (
     PROPERTY,

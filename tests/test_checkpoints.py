@@ -48,13 +48,13 @@ def whitened(case, form: str) -> nn.Module:
 @roads
 def test_a_plain_checkpoint_loads_into_a_whitened_model(form, case, road, tmp_path):
     plain, model = case.build(), whitened(case, form)
-    whitenings = [dict(site.whitening.items()) for _, site in prong.injection.whitened_sites(model).values()]
+    whitenings = [dict(site.whitening.items()) for _, site in prong.model.whiten.whitened_sites(model).values()]
     result = model.load_state_dict(road(plain.state_dict(), tmp_path))
     assert not result.missing_keys and not result.unexpected_keys
     x = case.sample(4)
     assert_close(model.eval()(x), plain.eval()(x), "outputs")
     assert_close(dict(model.state_dict()), dict(plain.state_dict()), "state")
-    after = [dict(site.whitening.items()) for _, site in prong.injection.whitened_sites(model).values()]
+    after = [dict(site.whitening.items()) for _, site in prong.model.whiten.whitened_sites(model).values()]
     assert_identical(after, whitenings, "the whitening stays")
 
 

@@ -13,10 +13,17 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import prong
-from prong.spectral.allocation import Option, equal_shares, keep_share, least_error, total_error, total_parameters
-from prong.spectral.low_rank import expected_error, factors, rank_inputs, rank_outputs
-from prong.spectral.probing import Probe
-from prong.spectral.replacement import Subject
+from prong.analysis.spectral.allocation import (
+    Option,
+    equal_shares,
+    keep_share,
+    least_error,
+    total_error,
+    total_parameters,
+)
+from prong.analysis.spectral.low_rank import expected_error, factors, rank_inputs, rank_outputs
+from prong.analysis.spectral.probing import Probe
+from prong.analysis.spectral.replacement import Subject
 from tests.cases import LayerSpec, assert_close, assert_identical, conv_specs
 from tests.training import attentive, batches, convnet, mlp, run
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import prong
-from prong.spectrum import leading_directions
-from prong.statistics import Moments
-from prong.whitening import times_inverse, whiten
+from prong.core.moments import Moments
+from prong.core.spectrum import leading_directions
+from prong.core.whitening import times_inverse, whiten
 from tests.cases import PROPERTY, SPECS, assert_close, curved
 from tests.training import batches, mlp, run
 
@@ -117,8 +117,8 @@ def thin(layer: nn.Module, like: nn.Module) -> None:
         groups, features = site.layout.groups, site.layout.features
         P = torch.randn(groups, features, 2, dtype=DOUBLE)
         c = torch.randn(groups, features, dtype=DOUBLE) if layer.centred(site) else None
-        site.whitening = prong.whitening.Whitening(c, 1.0, P=P, tail=30.0)
-        other.whitening = prong.whitening.Whitening(c, 1.0, P=matrix(P, 30.0))
+        site.whitening = prong.core.whitening.Whitening(c, 1.0, P=P, tail=30.0)
+        other.whitening = prong.core.whitening.Whitening(c, 1.0, P=matrix(P, 30.0))
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

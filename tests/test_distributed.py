@@ -17,9 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prong.core.moments import Moments
 from prong.distributed.reduction import _symmetric, _triangle
 from prong.distributed.sharing import owners
-from prong.statistics import Moments
 from tests.distributed_behaviour import BEHAVIOUR
 from tests.distributed_scenarios import CORE, SCENARIOS, Place
 

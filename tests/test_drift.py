@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import prong
+from prong.core.moments import Moments
+from prong.core.whitening import Whitening, whiten
 from prong.distributed import sharing
-from prong.drift import ENOUGH, EVERY, FIRST, TOLERANCE, Drift, whitened_rows
-from prong.estimation import estimate
-from prong.factorisation import factorise, requests_of
-from prong.injection import whitened_sites
-from prong.refresh import whitenings_of
-from prong.statistics import Moments
-from prong.whitening import Whitening, whiten
+from prong.model.estimate import estimate
+from prong.model.whiten import whitened_sites
+from prong.refresh.apply import whitenings_of
+from prong.refresh.drift import ENOUGH, EVERY, FIRST, TOLERANCE, Drift, whitened_rows
+from prong.refresh.factorise import factorise, requests_of
 from tests.training import attentive, batches, canonical, mlp, run, tensors
 
 DOUBLE = torch.float64

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import prong
-from prong.gradient_whitening import GradientWhitening
-from prong.injection import whitened_sites
+from prong.gradients.whitening import GradientWhitening
+from prong.model.whiten import whitened_sites
 from tests.training import DOUBLE, batches, canonical, convnet, mlp, run
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}

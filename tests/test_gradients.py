@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prong.gradients import OutputGradients, precondition, sampled_output_gradient
+from prong.gradients.outputs import OutputGradients, precondition, sampled_output_gradient
 from prong.layers.layout import Layout
 from tests import reference
 from tests.closeness import assert_close

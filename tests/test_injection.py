@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import prong
-from prong.injection import whitened_layers, whitened_sites
+from prong.model.whiten import whitened_layers, whitened_sites
 from tests.cases import (
     FORMS,
     MODELS,

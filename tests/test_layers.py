@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import prong
+from prong.core.precision import accumulation_dtype
 from prong.layers.natural import Linear, Switch, natural, naturalize
-from prong.precision import accumulation_dtype
 from tests.cases import (
     FORMS,
     MODELS,

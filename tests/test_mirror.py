@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import prong
 from prong import mirror
-from prong.projection import natural_gradient, to_canonical, to_whitened
-from prong.statistics import Moments
-from prong.whitening import Whitening, whiten
+from prong.core.coordinates import natural_gradient, to_canonical, to_whitened
+from prong.core.moments import Moments
+from prong.core.whitening import Whitening, whiten
 from tests.closeness import assert_close
 from tests.training import batches, canonical, mlp, run
 

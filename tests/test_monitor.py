@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import prong
-from prong.conditioning import (
+from prong.analysis.conditioning import (
     condition_number,
     drift_from_white,
     input_spectrum,
     whitened_spectrum,
 )
+from prong.analysis.monitor import Monitor
+from prong.analysis.observation import Seen, as_whitened
+from prong.core.moments import Moments
+from prong.core.whitening import Whitening, whiten
 from prong.layers.base import Inputs
-from prong.monitor import Monitor
-from prong.observation import Seen, as_whitened
-from prong.statistics import Moments
-from prong.whitening import Whitening, whiten
 from tests.closeness import assert_close
 from tests.training import attentive, batches, canonical, convnet, mlp, run, train
 

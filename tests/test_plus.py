@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import prong
-from prong.plus import DECAY as PLUS_DECAY
-from prong.plus import rescale_
-from prong.projection import to_canonical
+from prong.core.coordinates import to_canonical
+from prong.refresh.plus import DECAY as PLUS_DECAY
+from prong.refresh.plus import rescale_
 from tests.training import attentive, batches, canonical, convnet, mlp, run
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

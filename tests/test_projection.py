@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prong.projection import (
+from prong.core.coordinates import (
     Pair,
     Transition,
     against,
@@ -24,8 +24,8 @@ from prong.projection import (
     transport_square,
     transport_velocity,
 )
-from prong.transport import _POWERS
-from prong.whitening import Whitening, times_inverse
+from prong.core.whitening import Whitening, times_inverse
+from prong.refresh.transport import _POWERS
 from tests import reference
 from tests.closeness import assert_close
 

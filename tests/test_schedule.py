@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import prong
-from prong.statistics import Moments
+from prong.core.moments import Moments
 from tests.training import DOUBLE, batches, canonical, mlp, run
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
@@ -424,7 +424,7 @@ def test_without_early_refreshes_the_first_window_is_as_long_as_the_others(optio
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     optimizer = prong.PRONG(model, lr=1e-3, eps=0.1, period=20, samples=24, early=False, **options)
-    sites = [site for _, site in prong.injection.whitened_sites(model).values()]
+    sites = [site for _, site in prong.model.whiten.whitened_sites(model).values()]
     data = [torch.randn(8, 4).double() + k for k in range(40)]
     gathering = []
     for x in data:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import prong
+from prong.core.moments import Moments
+from prong.core.whitening import whiten
 from prong.layers import dropping
 from prong.layers.dropping import damped_variances, keep_probabilities
-from prong.statistics import Moments
-from prong.whitening import whiten
 from tests.cases import SPECS, LayerSpec, assert_close, assert_identical
 from tests.training import batches, convnet, mlp, run
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prong import statistics
-from prong.statistics import MeanSquare, Moments, accumulation_dtype
+from prong.core import moments as statistics
+from prong.core.moments import MeanSquare, Moments, accumulation_dtype
 from tests import reference
 from tests.closeness import assert_close
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prong.statistics import Moments
-from prong.whitening import BASES, Whitening, WhiteningError, times_inverse, whiten, whiten_together
+from prong.core.moments import Moments
+from prong.core.whitening import BASES, Whitening, WhiteningError, times_inverse, whiten, whiten_together
 from tests import reference
 from tests.closeness import assert_close
 

@@ -1,17 +1,23 @@
 """Natural Neural Networks for PyTorch: whitened layers, PRONG and PRONG+ (Desjardins et al., NIPS 2015)."""
 
-from prong import accuracy as accuracy
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from prong import distributed as distributed
-from prong import fisher as fisher
-from prong import mirror as mirror
-from prong import monitor as monitor
-from prong import spectral as spectral
-from prong.initialization import fan_in_, initialize_
-from prong.injection import fold_, ordinary_gradients, whiten_
-from prong.optimizer import PRONG
-from prong.refresh import refresh_
-from prong.schedule import Refresher
-from prong.summaries import summary
+from prong.model.initialize import fan_in_, initialize_
+from prong.model.summary import summary
+from prong.model.whiten import fold_, ordinary_gradients, whiten_
+from prong.optimizers import PRONG
+from prong.refresh.apply import refresh_
+from prong.refresh.refresher import Refresher
+
+if TYPE_CHECKING:
+    from prong.analysis import accuracy as accuracy
+    from prong.analysis import fisher as fisher
+    from prong.analysis import mirror as mirror
+    from prong.analysis import monitor as monitor
+    from prong.analysis import spectral as spectral
 
 __version__ = "0.1.0.dev0"
 
@@ -26,3 +32,12 @@ __all__ = [
     "summary",
     "whiten_",
 ]
+
+ANALYSES = ("accuracy", "fisher", "mirror", "monitor", "spectral")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`prong.fisher`, `prong.monitor` and the like, imported when they are asked for."""
+    if name in ANALYSES:
+        return import_module(f"prong.analysis.{name}")
+    raise AttributeError(f"module 'prong' has no attribute {name!r}")

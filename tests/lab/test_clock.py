@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from prong.factorisation import factorise
 from prong.lab.contestants import Problem
 from prong.lab.methods import Schedule
 from prong.lab.racing import clock
 from prong.lab.racing.clock import BLOCK, Pace, paces
+from prong.refresh.factorise import factorise
 from tests.lab.tiny import tiny_autoencoder
 
 

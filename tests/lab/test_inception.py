@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import prong
-from prong.injection import whitened_sites
 from prong.lab.inception import inception
+from prong.model.whiten import whitened_sites
 
 # The table of Ioffe and Szegedy's appendix: outputs for 224 x 224 pixels. It prints 28 x 28 for (3c) and 14 x 14 for
 # (4e), their inputs' size; the modules after them have 14 x 14 and 7 x 7.

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import prong
+from prong.core.moments import Moments
 from prong.distributed import sharing
-from prong.injection import whitened_sites
 from prong.lab.models import mlp, transformer_block
 from prong.lab.planning import costs
 from prong.lab.planning.blocking import block_sizes, fits, fitted, in_blocks
@@ -22,7 +22,7 @@ from prong.lab.planning.machines import GPUS, sent_by_all_reduce
 from prong.lab.planning.prediction import Prediction, Setting, predict
 from prong.lab.planning.subjects import subject
 from prong.lab.planning.tracing import Traced, trace
-from prong.statistics import Moments
+from prong.model.whiten import whitened_sites
 
 A100 = GPUS["a100"]
 SETTING = Setting(workers=1, period=1000, samples=12_800, dtype="float32")

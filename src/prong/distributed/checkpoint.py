@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from prong.optimizer import PRONG
+    from prong.optimizers import PRONG
 
 MOMENTUM = "momentum_buffer"
 

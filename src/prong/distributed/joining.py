@@ -9,7 +9,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from prong.optimizer import PRONG
+    from prong.optimizers import PRONG
 
 
 class Shadow(JoinHook):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Container, Mapping
 import torch
 from torch import Tensor
 
+from prong.core.moments import MeanSquare, Moments
 from prong.distributed.workers import Workers
-from prong.statistics import MeanSquare, Moments
 
 
 class Reduction:

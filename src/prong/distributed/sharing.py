@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from prong.core.whitening import Whitening
 from prong.distributed.reduction import Reduction
 from prong.distributed.workers import Workers
-from prong.factorisation import Request, Requests, factorise
-from prong.whitening import Whitening
+from prong.refresh.factorise import Request, Requests, factorise
 
 K = TypeVar("K", bound=Hashable)
 EIGENBASIS = 15.0  # how many Cholesky factorisations an eigendecomposition costs, about

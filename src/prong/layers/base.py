@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from prong.drift import Drift, whitened_rows
-from prong.gradients import Gain, OutputGradients
+from prong.core.coordinates import Pair, to_canonical, to_whitened
+from prong.core.moments import MeanSquare, Moments, Window
+from prong.core.precision import accumulation_dtype, full_precision, is_half
+from prong.core.whitening import Basis, Storage, Whitening, storage_for
+from prong.gradients.outputs import Gain, OutputGradients
 from prong.layers.dropping import Dropping, with_dropped_directions
 from prong.layers.layout import Layout
 from prong.layers.natural import Operation, Switch, in_transform, natural, naturalize
-from prong.precision import accumulation_dtype, full_precision, is_half
-from prong.projection import Pair, to_canonical, to_whitened
-from prong.statistics import MeanSquare, Moments, Window
-from prong.whitening import Basis, Storage, Whitening, storage_for
+from prong.refresh.drift import Drift, whitened_rows
 
 
 def in_backward() -> bool:

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prong.gradients import Gain
+from prong.core.coordinates import against, natural_gradient
+from prong.core.precision import full_precision
+from prong.core.whitening import times_inverse
+from prong.gradients.outputs import Gain
 from prong.layers.layout import Layout
-from prong.precision import full_precision
-from prong.projection import against, natural_gradient
-from prong.whitening import times_inverse
 
 
 def in_transform() -> bool:

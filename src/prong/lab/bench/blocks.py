@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 import prong
-from prong.accuracy import step_error
-from prong.estimation import estimate
+from prong.analysis.accuracy import step_error
 from prong.lab.bench.sheets import Sheet, number, present
 from prong.lab.bench.tasks import autoencoder_task
 from prong.lab.record import keep, provenance
 from prong.lab.terminal import at_least, make_console, progress, writable
+from prong.model.estimate import estimate
 
 NAME = "blocks"
 EPS = 3e-2

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 import prong
-from prong.injection import whitened_sites
 from prong.lab.bench.sheets import NONE, Sheet, number, present
 from prong.lab.contestants import Problem, data_folder
 from prong.lab.methods import MOMENTUM
@@ -22,6 +21,7 @@ from prong.lab.pool import one_thread
 from prong.lab.record import ForeignRecordError, InUseError, claimed, resume, write_json
 from prong.lab.terminal import at_least, each_once, known, make_console, positive, progress, writable
 from prong.lab.training import DIVERGENCES, Plan, Run, Training, train
+from prong.model.whiten import whitened_sites
 
 NAME = "options"
 PLAIN = "as it is"

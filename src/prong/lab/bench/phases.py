@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import nn
 
 import prong
-from prong.injection import whitened_layers
+from prong.model.whiten import whitened_layers
 
 HORIZON = 1 << 20  # the period while timing: no refresh comes by itself within a block of updates
 

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prong.core.coordinates import Transition, transport_velocity
+from prong.core.moments import Moments
+from prong.core.whitening import BASES, Basis, whiten
 from prong.lab.bench.growth import exponent
 from prong.lab.bench.plots import Panel, draw
 from prong.lab.bench.sheets import Sheet, number, power, present
 from prong.lab.record import keep, provenance
 from prong.lab.terminal import at_least, make_console, progress, writable
 from prong.lab.timing import interleaved
-from prong.projection import Transition, transport_velocity
-from prong.statistics import Moments
-from prong.whitening import BASES, Basis, whiten
 
 NAME = "refresh"
 NARROWEST = 64

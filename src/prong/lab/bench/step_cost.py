@@ -13,6 +13,7 @@ import pytorch_optimizer
 import torch
 from torch import nn
 
+from prong.core.precision import has_bfloat16
 from prong.lab.bench.amortise import CLOSED, OPEN, REFRESH, averages
 from prong.lab.bench.contest import BLOCK, PACES, SETTINGS, Pace, measure, steps
 from prong.lab.bench.sheets import NONE, Sheet, as_rich, number, percent
@@ -20,7 +21,6 @@ from prong.lab.bench.tasks import BATCHES, MAKERS, Task
 from prong.lab.methods import METHODS, MOMENTUM, Method, Schedule, Settings, Trains, prong_of
 from prong.lab.record import keep, provenance
 from prong.lab.terminal import announce, at_least, known, make_console, progress, writable
-from prong.precision import has_bfloat16
 
 NAME = "step-cost"
 BASELINE = "SGD"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from prong.analysis.monitor import Monitor
 from prong.lab.bench.contest import Contestant, Pace
 from prong.lab.bench.sheets import Sheet, number, present
 from prong.lab.bench.tasks import autoencoder_task
@@ -16,7 +17,6 @@ from prong.lab.methods import METHODS
 from prong.lab.record import keep, provenance
 from prong.lab.terminal import at_least, each_once, make_console, progress, writable
 from prong.lab.timing import interleaved
-from prong.monitor import Monitor
 
 NAME = "watching"
 PLAIN = "no monitor"

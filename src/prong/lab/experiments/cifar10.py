@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from prong.core.precision import has_bfloat16
 from prong.lab.experiments.common import Common, Flat, Start, Tuned, at_most, each_used, given, make_job, source_of
 from prong.lab.experiments.perform import perform
 from prong.lab.jobs import Job
@@ -13,7 +14,6 @@ from prong.lab.methods import KEYS, Schedule
 from prong.lab.tasks.pictures import Classification
 from prong.lab.terminal import at_least
 from prong.lab.training import Anneal, Plan
-from prong.precision import has_bfloat16
 
 NAME = "cifar10"
 FIT = tuple(key for key in KEYS if key != "muon")  # torch's takes matrices, and this net has none

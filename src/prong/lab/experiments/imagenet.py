@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
+from prong.core.precision import has_bfloat16
 from prong.lab.experiments.common import Common, Flat, Start, Tuned, at_most, each_used, given, make_job, source_of
 from prong.lab.experiments.perform import perform
 from prong.lab.inception import inception
@@ -16,7 +17,6 @@ from prong.lab.parallel import count, with_workers
 from prong.lab.tasks.photographs import SIZE, Photographs
 from prong.lab.terminal import at_least
 from prong.lab.training import Anneal, Plan
-from prong.precision import has_bfloat16
 
 NAME = "imagenet"
 SMALLEST = 32  # pixels, which five halvings make one

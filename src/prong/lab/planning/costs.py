@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from prong.core.moments import block_rows
 from prong.lab.planning.tracing import Place
 from prong.layers.natural import activation_space_is_cheaper
-from prong.statistics import block_rows
 
 PRECISE = 4  # bytes of a number in statistics, factorisations and their exchange
 

@@ -12,10 +12,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.flop_counter import FlopCounterMode
 
 import prong
-from prong.injection import site_name, whitened_layers
+from prong.analysis.observation import tensors_given
 from prong.layers import Site, WhitenedLayer
 from prong.layers.layout import Layout
-from prong.observation import tensors_given
+from prong.model.whiten import site_name, whitened_layers
 
 KINDS: Mapping[type[nn.Module], str] = {
     nn.MultiheadAttention: "attention",

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import prong
-from prong.injection import whitened_sites
 from prong.lab.bench.phases import HORIZON, Phases
 from prong.lab.planning.subjects import subject
+from prong.model.whiten import whitened_sites
 
 SGD, CLOSED, OPEN, REFRESH = PARTS = ("SGD", "PRONG", "PRONG in a window", "refresh")
 WHOLE = "refresh with its statistics"

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from prong.core.whitening import whiten
 from prong.lab.bench.refresh import correlated_rows, gather
 from prong.lab.parallel import joined
 from prong.lab.planning import costs
 from prong.lab.planning.trials import PARTS, WHOLE, Trial
 from prong.lab.record import read_json, write_json
-from prong.whitening import whiten
 
 BLOCK_SECONDS = 0.02  # what takes less is done several times in a row
 EPS = 1e-2

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
+from prong.core.precision import has_bfloat16
 from prong.lab.contestants import Contestant, Initialisation, data_folder
 from prong.lab.experiments.cifar10 import FIT
 from prong.lab.jobs import Job
@@ -19,7 +20,6 @@ from prong.lab.tasks.photographs import Photographs
 from prong.lab.tasks.pictures import Classification
 from prong.lab.tasks.reconstruction import Reconstruction
 from prong.lab.training import Plan
-from prong.precision import has_bfloat16
 
 
 class Sweepable(Protocol):

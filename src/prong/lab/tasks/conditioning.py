@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import prong
-from prong.injection import whitened_sites
 from prong.lab.data import Digits, load_mnist
 from prong.lab.datasets.shelf import named_folder
 from prong.lab.tasks.base import Divergence, require_finite
+from prong.model.whiten import whitened_sites
 
 SIDE = 10  # pixels, as in the paper
 MIDDLE = "2"  # the name of the second of three linear layers

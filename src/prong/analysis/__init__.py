@@ -1,0 +1,1 @@
+"""Looking at networks and at their whitening; imported when asked for."""

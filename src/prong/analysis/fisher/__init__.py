@@ -1,0 +1,23 @@
+"""The Fisher matrix of a model: exact or sampled, whole or by blocks, its Kronecker factors and its spectrum.
+
+In the canonical parameters or in whitened coordinates. Models come out as they went in. docs/fisher.md has examples.
+"""
+
+from prong.analysis.fisher.kronecker import Factors, factors
+from prong.analysis.fisher.lanczos import Extremes, extreme_eigenvalues
+from prong.analysis.fisher.matrices import blocks, dense, slices
+from prong.analysis.fisher.operator import Operator
+from prong.analysis.fisher.spectra import Spectrum, spectrum
+
+__all__ = [
+    "Extremes",
+    "Factors",
+    "Operator",
+    "Spectrum",
+    "blocks",
+    "dense",
+    "extreme_eigenvalues",
+    "factors",
+    "slices",
+    "spectrum",
+]

@@ -1,0 +1,183 @@
+"""The Fisher matrix as a matrix: of all parameters, or of blocks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import vjp, vmap
+
+from prong.analysis.fisher.coordinates import Coordinates
+from prong.analysis.fisher.outputs import exact_rows, sampled_rows
+from prong.analysis.fisher.snapshot import Snapshot, count_examples, pieces, tensors_of, with_tensors
+from prong.core.precision import accumulation_dtype
+from prong.gradients.outputs import Distribution
+from prong.model.estimate import Forward
+from prong.model.whiten import check_count
+
+MAX_BYTES = 4 * 10**9
+GRADIENT_BYTES = 2**28  # what gradients of the examples of a chunk may take, if the chunk is ours to choose
+
+
+def dense(
+    model: nn.Module,
+    batches: Any,
+    distribution: Distribution,
+    *,
+    coordinates: Coordinates = "canonical",
+    draws: int | None = None,
+    generator: torch.Generator | None = None,
+    chunk: int | None = None,
+    max_bytes: float = MAX_BYTES,
+    forward: Forward | None = None,
+) -> Tensor:
+    """The Fisher matrix F = 1/N sum_n J_n^T H_n J_n of all trained parameters, (size, size).
+
+    J_n is the Jacobian of the model's output on example n and H_n the Fisher of the output distribution there. Labels
+    are integrated exactly, or sampled if `draws` is given. The model is taken in eval mode, whatever mode it is in,
+    and is left as it is. Rows and columns are ordered as `slices` tells.
+
+    Args:
+        model: any module that `torch.func.vmap` can run, plain or with whitened layers of either form.
+        batches: an iterable of batches, or one tensor; examples are the first dimension.
+        distribution: "categorical" (logits, classes at dimension 1), "bernoulli" (logits) or "gaussian" (means, unit
+            variance). The log-likelihood of an example is summed over its positions.
+        coordinates: "canonical" is W, b of every layer; "whitened" is V, d of whitened layers, canonical elsewhere.
+        draws: estimate with so many labels per example, drawn from the model; the exact Fisher is the expectation.
+        generator: where the draws come from.
+        chunk: how many examples are differentiated at once. They take chunk x outputs x (size + outputs) numbers; by
+            default these stay within 2^28 bytes.
+        max_bytes: refuse a matrix that would take more.
+        forward: how to run the model on a batch; default `model(batch)`, `model(batch[0])` or `model(**batch)`.
+
+    Raises:
+        ValueError: a matrix of more than `max_bytes`, or a model without an output per example.
+        FloatingPointError: an output that is not finite.
+    """
+    snapshot = Snapshot(model, distribution, coordinates, [""], forward)
+    return _matrices(snapshot, batches, draws, generator, chunk, max_bytes)[""]
+
+
+def blocks(
+    model: nn.Module,
+    batches: Any,
+    distribution: Distribution,
+    names: Iterable[str] | None = None,
+    *,
+    coordinates: Coordinates = "canonical",
+    draws: int | None = None,
+    generator: torch.Generator | None = None,
+    chunk: int | None = None,
+    max_bytes: float = MAX_BYTES,
+    forward: Forward | None = None,
+) -> dict[str, Tensor]:
+    """Diagonal blocks of the Fisher matrix, by name.
+
+    A name is that of a layer (its parameters, and those of layers inside it) or of one parameter in the given
+    coordinates: "0", "0.weight", "0.V". None is one block for every layer that has parameters of its own. Parameters
+    that layers share belong to the first. Everything else is as in `dense`.
+    """
+    snapshot = Snapshot(model, distribution, coordinates, names, forward)
+    return _matrices(snapshot, batches, draws, generator, chunk, max_bytes)
+
+
+def slices(model: nn.Module, coordinates: Coordinates = "canonical") -> dict[str, slice]:
+    """Which rows and columns of `dense` belong to which parameter; a tensor is flattened in its own order."""
+    return Snapshot(model, "gaussian", coordinates).slices
+
+
+def _matrices(
+    snapshot: Snapshot,
+    batches: Any,
+    draws: int | None,
+    generator: torch.Generator | None,
+    chunk: int | None,
+    max_bytes: float,
+) -> dict[str, Tensor]:
+    if chunk is not None:
+        check_count("chunk", chunk, 1)
+    _check_draws(draws, generator)
+    where = {  # a module's parameters are neighbours in the model's order
+        name: slice(snapshot.slices[members[0]].start, snapshot.slices[members[-1]].stop)
+        for name, members in snapshot.groups.items()
+    }
+    sizes = {name: s.stop - s.start for name, s in where.items()}
+    dtype = accumulation_dtype(snapshot.like.dtype)
+    _check_bytes(list(sizes.values()), dtype.itemsize, max_bytes)
+    examples = 0
+    with snapshot.quiet():
+        found = {name: snapshot.like.new_zeros(size, size, dtype=dtype) for name, size in sizes.items()}
+        for rows in _gradient_rows(snapshot, batches, draws, generator, chunk):
+            examples += rows.shape[0]
+            flat = rows.flatten(0, 1).to(dtype)
+            for name, matrix in found.items():
+                part = flat[:, where[name]]
+                matrix.addmm_(part.mT, part)
+        for matrix in found.values():
+            matrix.div_(examples)
+    return found
+
+
+def _gradient_rows(
+    snapshot: Snapshot,
+    batches: Any,
+    draws: int | None,
+    generator: torch.Generator | None,
+    chunk: int | None,
+) -> Iterator[Tensor]:
+    """S_n^T J_n with S_n S_n^T = H_n, for the examples of one chunk after the other: (examples, rows, size)."""
+    for batch in snapshot.batches(batches):
+        for piece in pieces(batch, chunk or _affordable(snapshot, batch, draws)):
+            output = snapshot.checked_output(piece)
+            if draws is None or generator is None:
+                rows = exact_rows(output, snapshot.distribution)
+            else:
+                rows = sampled_rows(output, snapshot.distribution, draws, generator)
+            yield _pull_back(snapshot, piece, rows)
+
+
+def _pull_back(snapshot: Snapshot, piece: Any, rows: Tensor) -> Tensor:
+    """The gradients (examples, rows, size) of every example's output, weighted by rows (examples, rows, ...)."""
+
+    def of_example(tensors: list[Tensor], own_rows: Tensor) -> Tensor:
+        example = with_tensors(piece, (x.unsqueeze(0) for x in tensors))
+        _, backward = vjp(  # type: ignore[misc]
+            lambda p: snapshot.output(p, example).squeeze(0), snapshot.parameters
+        )
+        return vmap(lambda row: snapshot.pull(backward(row)[0]))(own_rows)
+
+    try:
+        gradients: Tensor = vmap(of_example)(tensors_of(piece), rows)
+    except RuntimeError as error:
+        raise ValueError(f"the model cannot be differentiated example by example with torch.func: {error}") from error
+    return gradients
+
+
+def _affordable(snapshot: Snapshot, batch: Any, draws: int | None) -> int:
+    """How many examples' gradients fit into what a chunk may take; at least one."""
+    output = snapshot.checked_output(next(pieces(batch, 1)))
+    per_example = (draws or output.numel()) * (snapshot.size + output.numel()) * output.element_size()
+    return max(1, min(count_examples(batch), GRADIENT_BYTES // per_example))
+
+
+def _check_draws(draws: int | None, generator: torch.Generator | None) -> None:
+    if draws is None and generator is None:
+        return
+    if draws is None or generator is None:
+        raise ValueError(
+            "a sampled Fisher needs draws and generator, the exact one neither: "
+            "e.g. draws=1, generator=torch.Generator().manual_seed(0)"
+        )
+    check_count("draws", draws, 1)
+
+
+def _check_bytes(sizes: list[int], itemsize: int, max_bytes: float) -> None:
+    wanted = sum(size**2 for size in sizes) * itemsize
+    if wanted > max_bytes:
+        raise ValueError(
+            f"this Fisher has {' + '.join(f'{n} x {n}' for n in sizes)} entries and would take {wanted / 1e9:.3g} GB, "
+            f"more than max_bytes ({max_bytes / 1e9:.3g} GB). Use prong.fisher.Operator for products with it and "
+            "extreme_eigenvalues for its spectrum, prong.fisher.blocks for some layers only, or a larger max_bytes."
+        )

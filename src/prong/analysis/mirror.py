@@ -1,0 +1,168 @@
+"""Natural gradient descent as mirror descent, and PRONG's two projections as its maps: the paper's section 3.3.
+
+With a symmetric positive definite A, the quadratic potential and its convex conjugate are
+
+    psi(theta) = 1/2 theta^T A theta          psi*(omega) = 1/2 omega^T A^-1 omega
+
+and their gradients, omega = A theta and theta = A^-1 omega, are inverse to each other. One natural step is
+
+    A = F         omega' = omega - lr grad_theta      mirror descent: the gradient of another space
+    A = F^1/2     omega' = omega - lr grad_omega      gradient descent in the dual space itself
+
+after which theta' = A^-1 omega' is theta - lr F^-1 grad_theta both times. The second needs only that A A^T = F, with
+omega = A^T theta: a whitened layer's coordinates are of this kind (`layer_factor`). See docs/mirror.md.
+
+Shapes: theta, omega and gradients (n,); A and F (n, n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from prong.core.whitening import Whitening
+from prong.model.whiten import check_count
+
+Loss = Callable[[Tensor], Tensor]
+
+
+def potential(theta: Tensor, A: Tensor) -> Tensor:
+    """psi(theta) = 1/2 theta^T A theta."""
+    return 0.5 * theta @ to_dual(theta, A)
+
+
+def conjugate(omega: Tensor, A: Tensor) -> Tensor:
+    """psi*(omega) = sup_theta omega^T theta - psi(theta) = 1/2 omega^T A^-1 omega."""
+    return 0.5 * omega @ to_primal(omega, A)
+
+
+def divergence(q: Tensor, p: Tensor, A: Tensor) -> Tensor:
+    """The Bregman divergence of psi: psi(q) - psi(p) - (q - p)^T grad psi(p) = 1/2 (q - p)^T A (q - p)."""
+    _check(A, q)
+    _check(A, p)
+    return potential(q - p, A)
+
+
+def to_dual(theta: Tensor, A: Tensor) -> Tensor:
+    """The gradient of psi: omega = A theta."""
+    _check(A, theta)
+    return A @ theta
+
+
+def to_primal(omega: Tensor, A: Tensor) -> Tensor:
+    """The gradient of psi*: theta = A^-1 omega, the inverse of `to_dual`."""
+    _check(A, omega)
+    solved: Tensor = torch.cholesky_solve(omega.unsqueeze(-1), _cholesky(A)).squeeze(-1)
+    return solved
+
+
+def square_root(F: Tensor) -> Tensor:
+    """The symmetric positive definite F^1/2, shape (n, n).
+
+    Raises:
+        ValueError: F is not symmetric positive definite.
+    """
+    _check(F)
+    lam, E = torch.linalg.eigh(F)
+    if not lam[0] > 0:
+        raise ValueError(_NOT_DEFINITE.format(f"its smallest eigenvalue is {lam[0].item():.3g}"))
+    root: Tensor = (E * lam.sqrt()) @ E.mT
+    return root
+
+
+def natural_step(theta: Tensor, gradient: Tensor, F: Tensor, lr: float) -> Tensor:
+    """The natural step theta - lr F^-1 gradient, which both ways below arrive at."""
+    _check(F, theta)
+    return theta - lr * to_primal(gradient, F)
+
+
+def mirror_step(theta: Tensor, gradient: Tensor, A: Tensor, lr: float) -> Tensor:
+    """One step of mirror descent (the paper's two update equations), with the gradient with respect to theta.
+
+        omega' = grad psi(theta) - lr gradient          theta' = grad psi*(omega')
+
+    It solves  argmin_q  q^T gradient + B_psi(q, theta) / lr,  and is the natural step if A = F.
+    """
+    _check(A, gradient)
+    return to_primal(to_dual(theta, A) - lr * gradient, A)
+
+
+def dual_gradient(loss: Loss, omega: Tensor, A: Tensor) -> Tensor:
+    """The gradient of omega -> loss(A^-1 omega), by autograd: A^-1 grad_theta."""
+    with torch.enable_grad():
+        omega = omega.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(to_primal(omega, A)), omega)
+    return gradient
+
+
+def dual_descent(loss: Loss, theta: Tensor, F: Tensor, lr: float, steps: int = 1) -> Tensor:
+    """Where `steps` gradient steps in the dual space of psi~ = 1/2 theta^T F^1/2 theta lead.
+
+    omega = F^1/2 theta once, then omega <- omega - lr grad_omega every step, then theta = F^-1/2 omega once: natural
+    gradient descent whose F is kept for so many steps.
+    """
+    check_count("steps", steps, 0)
+    A = square_root(F)
+    omega = to_dual(theta, A)
+    for _ in range(steps):
+        omega = omega - lr * dual_gradient(loss, omega, A)
+    return to_primal(omega, A)
+
+
+def layer_factor(whitening: Whitening, taps: int = 1) -> Tensor:
+    """The matrix A with (V, d) = (W, b) A for the rows (w, b) of a layer's parameters: `to_whitened` in one product.
+
+        A = [ U^-1   c ]        A A^T = F = [ Sigma + eps I + c c^T   c ]
+            [  0     1 ]                    [         c^T             1 ]
+
+    F is the second moment of the inputs with a 1 appended, damped in the weights alone. Without a centre the last row
+    and column are absent. A kernel of several taps has U^-1 for each and the same c against all: F then takes
+    different positions of a patch to have nothing in common but their mean.
+
+    Shapes: A (groups, taps in + 1, taps in + 1), or (groups, taps in, taps in) without a centre.
+
+    Raises:
+        TypeError: no whitening, as before a layer's first refresh.
+        ValueError: the whitening has no U^-1, as that of an implicit layer, which needs no coordinates.
+    """
+    if not isinstance(whitening, Whitening):
+        raise TypeError(f"expected a Whitening, which layers have from their first refresh on, got {whitening!r}")
+    if whitening.U_inv is None:
+        raise ValueError("this whitening has P alone; whiten with a basis, or the layer with form='explicit'")
+    if taps < 1:
+        raise ValueError(f"a kernel has at least one tap, got {taps}")
+    U_inv, c = whitening.U_inv, whitening.c
+    blocks = torch.kron(torch.eye(taps, dtype=U_inv.dtype, device=U_inv.device), U_inv.contiguous())
+    if c is None:
+        return blocks
+    A = torch.nn.functional.pad(blocks, (0, 1, 0, 1))
+    A[:, :-1, -1] = c.repeat(1, taps)
+    A[:, -1, -1] = 1
+    return A
+
+
+_NOT_DEFINITE = "the matrix is not positive definite ({}); add damping: F + eps I"
+
+
+def _check(A: Tensor, x: Tensor | None = None) -> None:
+    """Refuse what defines no quadratic potential, or one of another size than x."""
+    if A.dim() != 2 or A.shape[0] != A.shape[1]:
+        raise ValueError(f"expected a square matrix, got shape {tuple(A.shape)}")
+    if not torch.isfinite(A).all():
+        raise ValueError("the matrix contains NaN or infinite values; look at what it was made from")
+    if not torch.allclose(A, A.mT, rtol=1e-5, atol=1e-5 * A.abs().max().item()):
+        raise ValueError(
+            "x -> A x is the gradient of no potential, as A is not symmetric; of a factor A, use square_root(A A^T)"
+        )
+    if x is not None and x.shape != A.shape[:1]:
+        raise ValueError(f"expected a vector of {A.shape[0]} entries for this matrix, got shape {tuple(x.shape)}")
+
+
+def _cholesky(A: Tensor) -> Tensor:
+    L, info = torch.linalg.cholesky_ex(A)
+    if info.item() > 0:
+        raise ValueError(_NOT_DEFINITE.format(f"its leading minor of size {info.item()} is not"))
+    factor: Tensor = L
+    return factor

@@ -1,0 +1,284 @@
+"""Conditioning while a model trains: spectra of layers' inputs, and how white their whitening still leaves them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from numbers import Integral, Real
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from prong.analysis.conditioning import condition_number, drift_from_white, input_spectrum, whitened_spectrum
+from prong.analysis.observation import Listener, Seen, as_whitened, tensors_given
+from prong.core.whitening import check_eps
+from prong.layers import FORMS, WhitenedLayer, in_backward
+from prong.layers.natural import in_transform
+from prong.model.estimate import aside
+from prong.model.whiten import SUPPORTED, check_count, check_model, site_name, whitened_sites
+from prong.refresh.refresher import Refresher
+
+Callback = Callable[[nn.Module], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer at one update; `prong.analysis.conditioning` has the formulas. Without finite inputs, NaN or None.
+
+    The drift is 0 for the inputs that the whitening came from, with two exceptions: a `cutoff` (a thin P) takes small
+    variances for zero, and PRONG+ rescales after every update. Compare it there with that of the first row after a
+    refresh, as there is no `chance`.
+
+    Attributes:
+        update: which update's forward was looked at; the first is 1.
+        layer: its name.
+        inputs: how many inputs, over all groups.
+        samples: rows looked at. With fewer than inputs, some eigenvalues are zero for want of samples.
+        eps: damping: the whitening's, or the monitor's own where there is none.
+        spectrum: eigenvalues of the covariance Sigma (of E[h h^T] where nothing centres), largest first; empty if not
+            kept.
+        condition: (lam_max + eps) / (lam_min + eps).
+        condition_undamped: lam_max / lam_min, at most 1 / floor.
+        drift: ||U (Sigma + eps I) U^T - I||_F / sqrt(inputs), Sigma about the whitening's centre; None if not whitened.
+        chance: the drift that so few rows would show if nothing had changed, were they independent and normal. None
+            with a thin P and with PRONG+.
+        condition_whitened: the condition number of U (Sigma + eps I) U^T, what the optimizer sees.
+    """
+
+    update: int
+    layer: str
+    inputs: int
+    samples: int
+    eps: float
+    spectrum: tuple[float, ...]
+    condition: float
+    condition_undamped: float
+    drift: float | None = None
+    chance: float | None = None
+    condition_whitened: float | None = None
+
+
+class Monitor:
+    """Measures, at chosen updates, the inputs of a model's layers from the training forwards themselves.
+
+        with prong.monitor.Monitor(model, optimizer, 100) as monitor:
+            train()
+        json.dumps(monitor.to_dicts())
+
+    Training is not changed by a bit: inputs are looked at as they pass, and random state is left alone. The model may
+    be whitened in either form, wholly, partly or not at all. Layers are seen when they are called in training mode;
+    attention's output projection never is.
+
+    Args:
+        model: the model that is trained.
+        optimizer: its optimizer, whose steps are counted.
+        when: a number k for every k-th update, or the updates themselves, as a set or a range: `range(1, 10_000, 50)`.
+        layers: names or patterns such as "encoder.*"; None takes all that can be whitened.
+        samples: at most so many rows of a layer's inputs per measurement, evenly spread over all that pass.
+        window: so many updates, the chosen one the last, are looked at for one measurement: where a batch has fewer
+            rows than layers have inputs. Measurements are at least as far apart.
+        eps: damping for layers that are not whitened; others use their own.
+        floor: eigenvalues below this fraction of the largest count as that, in the undamped condition number.
+        whitened_condition: whether to find `condition_whitened`, an eigenproblem per layer and most of the cost.
+        keep_spectrum: whether rows keep every eigenvalue, most of their memory.
+        callback: a function of the model that returns more numbers by name, such as the condition of a Fisher matrix.
+            It is called after chosen updates, and cannot disturb gradients, buffers, random state or train/eval mode.
+
+    Attributes:
+        rows: what was measured.
+        numbers: what the callback returned: dicts with the key "update" added.
+        updates: how many updates were counted; set it where a run is resumed.
+        listening: whether the update under way is looked at.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        when: int | Collection[int] = 1000,
+        *,
+        layers: str | Iterable[str] | None = None,
+        samples: int = 512,
+        window: int = 1,
+        eps: float = 1e-2,
+        floor: float = 1e-7,
+        whitened_condition: bool = True,
+        keep_spectrum: bool = True,
+        callback: Callback | None = None,
+    ) -> None:
+        check_model(model)
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        check_count("samples", samples, 2)
+        check_count("window", window, 1)
+        _check_when(when, window)
+        check_eps(eps)
+        if not 0 < floor < 1:
+            raise ValueError(f"floor is a fraction of the largest eigenvalue between 0 and 1, got {floor}")
+        if callback is not None and not callable(callback):
+            raise TypeError(f"callback is a function of the model, got {type(callback).__name__}")
+        chosen = _choose(model, layers)
+        self.model, self.optimizer = model, optimizer
+        self.when, self.samples, self.window = when, samples, window
+        self.eps, self.floor, self.whitened_condition, self.callback = eps, floor, whitened_condition, callback
+        self.keep_spectrum = keep_spectrum
+        self.rows: list[Row] = []
+        self.numbers: list[dict[str, float]] = []
+        self.listening = False  # whether the update under way is looked at; compiled models are guarded by it
+        self.updates = 0
+        self._seen: dict[str, Seen] = {}
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(Listener(self, name), with_kwargs=True) for name, module in chosen.items()
+        ]
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """The rows as dicts of plain values, for JSON, which has no NaN and no infinity: they are None."""
+        return [{key: _plain(value) for key, value in asdict(row).items()} for row in self.rows]
+
+    def detach(self) -> None:
+        """Let go of model and optimizer; rows stay."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._seen.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.detach()
+
+    @property
+    def updates(self) -> int:
+        """How many updates were counted."""
+        return self._updates
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        self._updates = count
+        coming = range(count + 1, count + 1 + self.window)
+        self.listening = any(self._is_chosen(update) for update in coming)
+
+    def _is_chosen(self, update: int) -> bool:
+        return update % self.when == 0 if isinstance(self.when, int) else update in self.when
+
+    def look(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take note of a layer's inputs."""
+        if not module.training or in_backward() or in_transform():
+            return  # evaluation; checkpointing runs forwards again; under vmap there are no values
+        if not all(site.training_only for _, site in whitened_sites(self.model).values()):
+            return  # a forward that only gathers statistics for a refresh
+        layer = module if isinstance(module, WhitenedLayer) else as_whitened(module)
+        for site, h in zip(layer.sites, tensors_given(layer, args, kwargs), strict=False):
+            if h.dim() < -layer.channels_at or h.shape[layer.channels_at] != site.layout.channels:
+                return  # the layer is about to refuse this, in torch's words
+            full_name = site_name(name, site)
+            if full_name not in self._seen:
+                self._seen[full_name] = Seen(layer, site, self.samples)
+            seen = self._seen[full_name]
+            seen.whitening, seen.centred = site.whitening, layer.centred(site)
+            seen.rescaled = site.spread is not None
+            seen.eps = layer.owner.eps if isinstance(layer.owner, Refresher) else self.eps
+            with torch.inference_mode(False), torch.no_grad():
+                seen.add(layer.input_rows(site, h.detach()))
+
+    def _after_step(self, *_: Any) -> None:
+        found_inf = getattr(self.optimizer, "found_inf", None)
+        if found_inf is not None and float(found_inf) > 0:  # a fused step that GradScaler skipped
+            return
+        self.updates += 1
+        if self._is_chosen(self.updates):
+            with torch.inference_mode(False), torch.no_grad():
+                self.rows.extend(self._measure(name, seen) for name, seen in self._seen.items() if seen.rows)
+            if self.callback is not None:
+                self.numbers.append({"update": self.updates, **_numbers(self.callback, self.model)})
+        if self._is_chosen(self.updates) or not self.listening:
+            self._seen.clear()
+
+    def _measure(self, name: str, seen: Seen) -> Row:
+        w, moments = seen.whitening, seen.moments()
+        eps = seen.eps if w is None else w.eps
+        row = Row(self.updates, name, seen.inputs, seen.rows, eps, (), math.nan, math.nan)
+        if moments is None:
+            return row
+        spectrum = input_spectrum(moments, seen.centred)
+        row = replace(
+            row,
+            spectrum=tuple(spectrum.tolist()) if self.keep_spectrum else (),
+            condition=condition_number(spectrum, eps),
+            condition_undamped=condition_number(spectrum, floor=self.floor),
+        )
+        if w is None:
+            return row
+        drift, chance = drift_from_white(moments, w)
+        row = replace(row, drift=drift, chance=None if seen.rescaled else chance)
+        if not self.whitened_condition:
+            return row
+        return replace(row, condition_whitened=condition_number(whitened_spectrum(moments, w)))
+
+
+def _check_when(when: object, window: int) -> None:
+    """Refuse what are no updates, and windows that overlap."""
+    if isinstance(when, int):
+        check_count("when", when, 1)
+        if window > when:
+            raise ValueError(f"a window of {window} updates does not fit between measurements every {when}")
+        return
+    if not isinstance(when, Collection) or isinstance(when, str | bytes | Tensor):
+        raise TypeError(f"when is a number of updates, or a set or range of them; got {type(when).__name__}")
+    few = sorted([*when[:2], *when[-1:]]) if isinstance(when, range) else when  # of a range, enough to know all
+    for update in few:
+        if isinstance(update, bool) or not isinstance(update, Integral):
+            raise TypeError(f"when has whole numbers, got {type(update).__name__}")
+        if update < 0:
+            raise ValueError(f"when has updates from 1 on, got {update}")
+    for one, other in pairwise(sorted(set(few))):
+        if other - one < window:
+            raise ValueError(f"a window of {window} updates does not fit between measurements at {one} and {other}")
+
+
+def _choose(model: nn.Module, layers: str | Iterable[str] | None) -> dict[str, nn.Module]:
+    """The modules whose inputs can be seen, or those of them that are asked for."""
+    visible = {
+        name: module
+        for name, module in model.named_modules()
+        if (isinstance(module, WhitenedLayer) or type(module) in FORMS["implicit"])
+        and not isinstance(module, NonDynamicallyQuantizableLinear)
+    }
+    patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in visible):
+            raise ValueError(
+                f"no layer to look at fits {pattern!r}: {', '.join(visible) or f'there is no {SUPPORTED}'}"
+            )
+    return {name: m for name, m in visible.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+def _numbers(callback: Callback, model: nn.Module) -> dict[str, float]:
+    with aside(model):
+        found = callback(model)
+    if not isinstance(found, Mapping):
+        raise TypeError(f"the monitor's callback returns a dict of numbers, got {type(found).__name__}")
+    return {str(name): _number(name, value) for name, value in found.items()}
+
+
+def _number(name: object, value: object) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, Real):
+        raise TypeError(f"the monitor's callback returns numbers by name, but {name!r} is a {type(value).__name__}")
+    return float(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

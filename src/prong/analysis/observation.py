@@ -1,0 +1,133 @@
+"""Looking at layers' inputs as they pass, whitened or not, without touching anything."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from prong.core.moments import Moments
+from prong.core.whitening import Whitening
+from prong.layers import FORMS, Site, WhitenedLayer
+from prong.layers.base import Inputs
+
+MIXERS = (2654435769, 2246822507, 3266489909)
+
+
+class Observer(Protocol):
+    """Who wants to see inputs, while `listening`."""
+
+    listening: bool
+
+    def look(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See what a module is called with."""
+
+
+class Listener:
+    """A layer's forward pre-hook; in a copy of the model it does nothing."""
+
+    def __init__(self, observer: Observer | None = None, name: str = "") -> None:
+        self._observer, self._name = observer, name
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Show the observer what the module is called with."""
+        if self._observer is not None and self._observer.listening:
+            self._look(module, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # statistics are Python objects
+    def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self._observer is not None
+        self._observer.look(self._name, module, args, kwargs)
+
+    def __reduce__(self) -> tuple[type[Listener], tuple[()]]:
+        return Listener, ()
+
+
+class Seen:
+    """Some rows of a site's inputs, evenly spread over all that passed, and the whitening they met.
+
+    Row i of all that passed has a key, the bits of i mixed. The rows with the smallest keys count, which are the same
+    whatever calls they come in. Regular spacing would favour some positions of maps, or some examples.
+    """
+
+    def __init__(self, layer: WhitenedLayer, site: Site, samples: int) -> None:
+        self._empty: Moments = site.new_window(layer.pair(site)[0]).moments
+        self._samples = samples
+        self._keys = torch.zeros(0, dtype=torch.int64)
+        self._kept: list[Tensor] = []  # parts (groups, rows, in), in the order of the keys
+        self._passed = 0
+        self._zeros = 0.0
+        self.whitening: Whitening | None = None
+        self.centred = True
+        self.rescaled = False
+        self.eps = 0.0
+
+    @property
+    def inputs(self) -> int:
+        """How many inputs, over all groups."""
+        return self._empty.mean.numel()
+
+    @property
+    def rows(self) -> int:
+        """How many rows count."""
+        return min(len(self._keys), self._samples)
+
+    def add(self, inputs: Inputs) -> None:
+        """Let rows and padded zeros pass, and keep copies of some rows."""
+        total = inputs.rows.shape[1]
+        keys = _mixed(torch.arange(self._passed, self._passed + total))
+        self._passed += total
+        self._zeros += inputs.zeros
+        if total > self._samples:
+            chosen = keys.topk(self._samples, largest=False).indices.sort().values
+        else:
+            chosen = torch.arange(total)
+        if len(self._keys) >= self._samples:  # none above the largest key that counts will count
+            chosen = chosen[keys[chosen] < self._keys.kthvalue(self._samples).values]
+        if len(chosen) == 0:
+            return
+        self._keys = torch.cat([self._keys, keys[chosen]])
+        self._kept.append(inputs.rows.index_select(1, chosen.to(inputs.rows.device)))
+        if len(self._keys) >= 2 * self._samples:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Forget the rows that do not count any more."""
+        if len(self._keys) > self._samples:
+            chosen = self._keys.topk(self._samples, largest=False).indices.sort().values
+            rows = torch.cat(self._kept, dim=1)
+            self._keys, self._kept = self._keys[chosen], [rows.index_select(1, chosen.to(rows.device))]
+
+    def moments(self) -> Moments | None:
+        """Those of the rows kept, and of padded zeros in proportion; None if they are not finite."""
+        self._drop()
+        moments = self._empty.empty()
+        try:
+            moments.add(torch.cat(self._kept, dim=1))
+        except FloatingPointError:  # a monitor tells of divergence; to stop is for the training
+            return None
+        moments.add_zeros(self._zeros * self.rows / self._passed)
+        return moments
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Numbers below 2^32 in an order without pattern; different ones stay different."""
+    for factor in MIXERS:  # odd, so that each step can be undone
+        numbers = (numbers ^ (numbers >> 16)) * factor % 2**32
+    return numbers ^ (numbers >> 16)
+
+
+def as_whitened(module: nn.Module) -> WhitenedLayer:
+    """A plain layer seen as one that could be whitened; the layer itself is not touched."""
+    kind = FORMS["implicit"][type(module)]
+    view = object.__new__(kind)
+    view.__dict__ = {**module.__dict__, "sites": kind.make_sites(module), "max_positions": None, "owner": None}
+    return view
+
+
+def tensors_given(layer: WhitenedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """A tensor for each site of the layer."""
+    names = ("query", "key", "value") if len(layer.sites) == 3 else ("input",)
+    given = [*args[: len(names)], *(kwargs[name] for name in (*names, "h") if name in kwargs)]
+    return [h for h in given if isinstance(h, Tensor)]

@@ -1,0 +1,131 @@
+"""Dropout of whitened directions, the more likely the less their inputs vary along them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from prong.layers import Explicit, WhitenedLayer
+from prong.layers.dropping import Dropping
+from prong.model.whiten import check_model, site_name, whitened_layers
+
+NOT_ALIKE = "attention and its output projection"
+
+
+def dropout_(
+    model: nn.Module, rate: float, *, layers: str | Iterable[str] | None = None, least: float = 0.1
+) -> nn.Module:
+    """Drop whitened directions of layers' inputs while they train, those of small variance more often; in place.
+
+        prong.whiten_(model, form="explicit")
+        prong.spectral.dropout_(model, 0.2)
+
+    A layer then computes `z = V D U (h - c) + d`, D diagonal with entries 1/p with probability p and otherwise 0,
+    where a direction of variance lam is kept with probability
+
+        p = max(least, (lam + eps) / (lam + eps + tau))
+
+    and tau is such that on average over the directions of the layer's inputs the share `rate` is dropped. The mean of
+    z over masks is what the layer computes without dropout, and so is z in eval mode. Probabilities follow the
+    whitening: nothing is dropped before the first refresh, and they are new after each. Statistics are those of h, not
+    of what is left of it. `state_dict` stays, copies have the dropout too, `fold_` removes it.
+
+    Linear layers draw a mask for every row of their inputs (example or token), convolutions one for every example.
+
+    Args:
+        model: a model with layers in the explicit form with basis "pca".
+        rate: the mean share of directions dropped, in [0, 1 - least]. 0 removes the dropout.
+        layers: names of whitened layers or patterns such as "encoder.*". None takes all that can have it, which
+            are all but attention.
+        least: the smallest probability of keeping a direction; what is kept is scaled by at most 1 / least.
+
+    Raises:
+        ValueError: a rate out of range, nothing whitened, layers that cannot have it; nothing has been changed then.
+    """
+    check_model(model)
+    _check_numbers(rate, least)
+    chosen = _choose(model, layers)
+    for layer in chosen.values():
+        for site in layer.sites:
+            site.dropping = Dropping(float(rate), float(least)) if rate else None
+    return model
+
+
+def keep_probabilities(model: nn.Module) -> dict[str, Tensor]:
+    """The probability of keeping each direction, by layer: of those that have dropout and were refreshed.
+
+    Shapes: (groups, in), in the order of the rows of U.
+    """
+    check_model(model)
+    return {
+        site_name(name, site): site.dropping.probabilities(site.whitening).clone()
+        for name, layer in whitened_layers(model)
+        for site in layer.sites
+        if site.dropping is not None and site.whitening is not None
+    }
+
+
+def _check_numbers(rate: float, least: float) -> None:
+    for name, value in {"rate": rate, "least": least}.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name} is a number, got {type(value).__name__}")
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
+    if not 0 < least <= 1:
+        raise ValueError(f"least is a probability above 0, got {least}; without one, what is kept may grow unboundedly")
+    if not 0 <= rate <= 1 - least:
+        raise ValueError(
+            f"rate is a share of the directions, from 0 to 1 - least = {1 - least:g}, got {rate}; "
+            "0.2 is a common choice"
+        )
+
+
+def _choose(model: nn.Module, layers: str | Iterable[str] | None) -> dict[str, Explicit]:
+    """The layers to change, all of them able to drop directions."""
+    whitened = dict(whitened_layers(model))
+    if not whitened:
+        raise ValueError('this model has no whitened layers; call prong.whiten_(model, form="explicit") first')
+    if layers is None:
+        wanted = {name: layer for name, layer in whitened.items() if not _of_attention(layer)}
+        if not wanted:
+            raise ValueError(f"spectral dropout is not for {NOT_ALIKE}, and nothing else in this model is whitened")
+    else:
+        patterns = [layers] if isinstance(layers, str) else list(layers)
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in whitened):
+                raise ValueError(f"no whitened layer fits {pattern!r}. There are: {', '.join(whitened)}")
+        wanted = {name: m for name, m in whitened.items() if any(fnmatchcase(name, p) for p in patterns)}
+    chosen: dict[str, Explicit] = {}
+    for name, layer in wanted.items():
+        if not isinstance(layer, Explicit):
+            raise ValueError(
+                f"layer {name!r} is implicit: it computes with W alone and has no whitened directions to drop. "
+                'Whiten the model with prong.whiten_(prong.fold_(model), form="explicit").'
+            )
+        if layer.basis != "pca":
+            raise ValueError(
+                f"layer {name!r} is whitened with basis {layer.basis!r}, whose directions have no eigenvalue each; "
+                'use prong.whiten_(prong.fold_(model), form="explicit", basis="pca")'
+            )
+        if _of_attention(layer):
+            raise ValueError(f"layer {name!r}: spectral dropout is not for {NOT_ALIKE}")
+        chosen[name] = layer
+    return chosen
+
+
+def _of_attention(layer: WhitenedLayer) -> bool:
+    return type(layer).plain not in DROPPABLE
+
+
+DROPPABLE: tuple[type[nn.Module], ...] = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)

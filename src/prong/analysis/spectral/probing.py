@@ -1,0 +1,193 @@
+"""What layers see while a model runs: moments of their inputs, and how far their outputs are from another model's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from prong.core.moments import Moments
+from prong.layers.conv import thin
+from prong.model.estimate import Forward, call_model, run_batches, undisturbed
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+Compressible = nn.Linear | Convolution
+
+
+def taps_of(layer: Compressible) -> int:
+    """Positions of the kernel."""
+    return math.prod(layer.weight.shape[2:])
+
+
+def patches(layer: Convolution, h: Tensor) -> Tensor:
+    """The inputs that a convolution without groups multiplies at each output position: (positions, taps * in).
+
+    Positions of one example follow each other; of a patch, taps come first.
+    """
+    dims, taps = len(layer.kernel_size), taps_of(layer)
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    h = F.pad(h, layer._reversed_padding_repeated_twice, mode=mode)
+    pick = torch.eye(taps, dtype=h.dtype, device=h.device).repeat(layer.in_channels, 1)
+    convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+    kernel = pick.view(-1, 1, *layer.kernel_size)
+    taken: Tensor = convolve(h, kernel, None, layer.stride, 0, layer.dilation, layer.in_channels)
+    taken = taken.movedim(-1 - dims, -1).reshape(-1, layer.in_channels, taps)
+    return taken.transpose(1, 2).flatten(1)
+
+
+class Probe:
+    """A forward hook that gathers the moments of a layer's inputs and counts positions of inputs and outputs."""
+
+    def __init__(self, name: str, layer: Compressible, gathers: bool, max_positions: int | None) -> None:
+        self.name = name
+        features = layer.weight[0].numel()
+        self.moments = Moments(1, features, torch.float64, layer.weight.device) if gathers else None
+        self.max_positions = max_positions
+        self.inputs = self.outputs = 0
+
+    def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], z: Tensor) -> None:
+        """Add the inputs of one call."""
+        h: Tensor = args[0] if args else kwargs["input"]
+        linear = isinstance(layer, nn.Linear)
+        self.inputs += h.numel() // (layer.in_features if linear else layer.in_channels)
+        self.outputs += z.numel() // layer.weight.shape[0]
+        if self.moments is None:
+            return
+        if linear:
+            rows = h.reshape(1, -1, h.shape[-1])
+        else:
+            examples = h.shape[0] if h.dim() == len(layer.kernel_size) + 2 else 1
+            rows = thin(patches(layer, h).unsqueeze(0), examples, self.max_positions)
+        try:
+            self.moments.add(rows)
+        except FloatingPointError as error:
+            raise FloatingPointError(f"layer {self.name!r}: {error}. Look at the data and the weights.") from None
+
+
+def probe(
+    model: nn.Module,
+    layers: Mapping[str, Compressible],
+    gather: Iterable[str],
+    batches: Any,
+    samples: int | None,
+    max_positions: int | None,
+    forward: Forward | None,
+) -> tuple[dict[str, Moments], dict[str, tuple[float, float]]]:
+    """Moments of the inputs of layers to `gather`, and positions of inputs and outputs per example; no side effects."""
+    chosen = set(gather)
+    probes = {name: Probe(name, layer, name in chosen, max_positions) for name, layer in layers.items()}
+    hooks = [layer.register_forward_hook(probes[name], with_kwargs=True) for name, layer in layers.items()]
+    try:
+        with undisturbed(model):
+            seen = run_batches(model, batches, samples, forward)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    moments = {name: p.moments for name, p in probes.items() if p.moments is not None}
+    return moments, {name: (p.inputs / seen, p.outputs / seen) for name, p in probes.items()}
+
+
+class _Outputs:
+    """A forward hook that keeps copies of outputs, which later layers may overwrite."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def __call__(self, layer: nn.Module, args: Any, z: Tensor) -> None:
+        self.kept.append(z.detach().clone())
+
+    def take(self) -> list[Tensor]:
+        kept, self.kept = self.kept, []
+        return kept
+
+
+def distances(
+    reference: nn.Module,
+    model: nn.Module,
+    outputs: Mapping[str, int],
+    batches: Any,
+    samples: int | None,
+    forward: Forward | None,
+) -> tuple[dict[str, float], float]:
+    """Mean squared distances between the outputs of layers of equal names in two models, and between what these return.
+
+    The former are E||z - z'||^2 over examples and positions, for layers of so many `outputs`; the latter is
+    E||f - g||^2 / E||f - E f||^2.
+
+    Raises:
+        ValueError: `model` reads attributes that a replaced layer has not, or does not call it as `reference` does.
+    """
+    hooks, pairs = [], {}
+    for name in outputs:
+        pairs[name] = (_Outputs(), _Outputs())
+        for side, listener in zip((reference, model), pairs[name], strict=True):
+            hooks.append(side.get_submodule(name).register_forward_hook(listener))
+    replaced = [repr(n) for n in outputs if type(model.get_submodule(n)) is not type(reference.get_submodule(n))]
+    sums = dict.fromkeys(pairs, 0.0)
+    rows = dict.fromkeys(pairs, 0)
+    difference = 0.0
+    spread = _Spread()
+
+    def both(_: nn.Module, batch: Any) -> None:
+        nonlocal difference
+        run = forward or call_model
+        expected = run(reference, batch)
+        try:
+            found = run(model, batch)
+        except AttributeError as error:
+            if not replaced:
+                raise
+            raise ValueError(
+                f"the model reads an attribute that a replaced layer has not ({error}). Replaced were "
+                f"{', '.join(replaced)}: name the layers to compress without it, by layers="
+            ) from error
+        returned = (tree_leaves(expected), tree_leaves(found))
+        for i, (f, g) in enumerate(zip(*returned, strict=True)):
+            if isinstance(f, Tensor) and f.is_floating_point() and f.numel():
+                difference += _square(f - g)
+                spread.add(i, f)
+        for name, (mine, its) in pairs.items():
+            before, after = mine.take(), its.take()
+            if len(before) != len(after):
+                raise ValueError(
+                    f"layer {name or '(model)'!r} is called {len(before)} times, but what replaces it {len(after)} "
+                    "times: the model holds it elsewhere too, as in a list. Leave it out by layers="
+                )
+            for z, other in zip(before, after, strict=True):
+                sums[name] += _square(z - other)
+                rows[name] += z.numel() // outputs[name]
+
+    try:
+        with undisturbed(reference):
+            run_batches(reference, batches, samples, both)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: sums[name] / max(rows[name], 1) for name in pairs}, difference / total if (
+        total := spread.total()
+    ) > 0 else 0.0
+
+
+class _Spread:
+    """The summed squared distance of outputs from their mean over examples; those of other shapes have other means."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Any, tuple[int, Tensor, float]] = {}
+
+    def add(self, which: int, f: Tensor) -> None:
+        rows = f.double().reshape(f.shape[0] if f.dim() else 1, -1)
+        key = (which, f.shape[1:])
+        count, total, squares = self._sums.get(key, (0, torch.zeros_like(rows[0]), 0.0))
+        self._sums[key] = (count + len(rows), total + rows.sum(0), squares + _square(rows))
+
+    def total(self) -> float:
+        return sum(squares - _square(total) / count for count, total, squares in self._sums.values())
+
+
+def _square(x: Tensor) -> float:
+    return float(x.double().square().sum())

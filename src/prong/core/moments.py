@@ -1,0 +1,372 @@
+"""Mean and second moment of a layer's input, gathered batch by batch; activations are not kept.
+
+Everything is held per group, as a grouped convolution has one block of inputs per group: a batch is
+(groups, rows, in). Ordinary layers have one group.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prong.core.precision import accumulation_dtype, full_precision
+
+
+class Moments:
+    """Count, mean and scatter of the rows seen so far.
+
+        mean = 1/n sum_i h_i          scatter = sum_i (h_i - mean)(h_i - mean)^T
+
+    Batches are merged by the exact update of Chan, Golub and LeVeque (1979): any split and order of the
+    rows gives the moments of one pass, up to rounding. While there are fewer rows than inputs, the scatter
+    is held as a thin `factor` with `scatter = factor^T factor`, which is smaller and which lets the
+    whitening be computed through a small Gram matrix. After that it is held as its lower triangle, in blocks of rows,
+    and a factor of rows yet to be added.
+
+    Shapes: mean (groups, in), scatter (groups, in, in), factor (groups, rows, in).
+    """
+
+    def __init__(
+        self,
+        groups: int,
+        features: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.count = 0.0
+        self.mean = torch.zeros(groups, features, dtype=accumulation_dtype(dtype), device=device)
+        self._dense: _Triangle | None = None
+        self._factors: list[Tensor] = []
+
+    @torch.no_grad()
+    def add(self, rows: Tensor) -> None:
+        """Add a batch of rows (groups, rows, in).
+
+        Raises:
+            ValueError: if the shape is wrong.
+            FloatingPointError: if a value is NaN, infinite or too large to square; nothing has been added then.
+        """
+        groups, features = self.mean.shape
+        if rows.dim() != 3 or rows.shape[0] != groups or rows.shape[2] != features:
+            raise ValueError(
+                f"expected rows of shape ({groups}, any, {features}), got {tuple(rows.shape)}. "
+                "Statistics belong to one layer's own inputs."
+            )
+        if rows.shape[1] == 0:
+            return
+        with full_precision(rows):
+            rows = rows.to(self.mean.dtype)
+            mean = rows.mean(1)
+            centred = rows - mean.unsqueeze(1)
+            if not math.isfinite(torch.linalg.vector_norm(centred).item()):  # as one NaN or infinity anywhere makes it
+                found = "values too large to square" if torch.isfinite(mean).all() else "NaN or infinite values"
+                raise FloatingPointError(f"the inputs contain {found}")
+            self._merge(rows.shape[1], mean, factor=centred)
+
+    @torch.no_grad()
+    def add_zeros(self, count: float) -> None:
+        """Add `count` rows of zeros, as zero padding does, without making them."""
+        if count > 0:
+            with full_precision(self.mean):
+                self._merge(count, torch.zeros_like(self.mean))
+
+    @torch.no_grad()
+    def merge(self, other: Moments) -> None:
+        """Add everything `other` has seen."""
+        if other.mean.shape != self.mean.shape:
+            raise ValueError(f"moments of shape {tuple(other.mean.shape)} do not merge with {tuple(self.mean.shape)}")
+        if other.count > 0:
+            with full_precision(self.mean):
+                like = self.mean
+                rows = other._rows().to(like) if other._factors else None
+                self._merge(other.count, other.mean.to(like), rows, other._dense)
+
+    @torch.no_grad()
+    def decay(self, weight: float) -> None:
+        """Let everything seen so far count `weight` times as much (weight >= 0)."""
+        self.count *= weight
+        if self._dense is not None:
+            self._dense.scale(weight)
+        self._factors = [factor * math.sqrt(weight) for factor in self._factors]
+
+    def empty(self) -> Moments:
+        """Moments of the same kind that have seen nothing."""
+        return Moments(self.mean.shape[0], self.mean.shape[1], self.mean.dtype, self.mean.device)
+
+    def to(self, like: Tensor) -> Moments:
+        """A copy on the device and in the precision for inputs like this tensor."""
+        copy = Moments(self.mean.shape[0], self.mean.shape[1], like.dtype, like.device)
+        copy.load_state_dict(self.state_dict())
+        return copy
+
+    @property
+    def factor(self) -> Tensor | None:
+        """The thin factor of the scatter, or None once there are as many rows as inputs."""
+        return self._rows() if self._dense is None else None
+
+    @property
+    def scatter(self) -> Tensor:
+        """The sum of outer products of the centred rows."""
+        if self._dense is not None:
+            self._condense()
+            return self._dense.full()
+        factor = self.factor
+        assert factor is not None
+        with full_precision(factor):
+            return factor.mT @ factor
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors held."""
+        return [self.mean, *self._factors, *([] if self._dense is None else self._dense.blocks)]
+
+    def covariance(self, centred: bool = True) -> Tensor:
+        """Sigma = E[(h-c)(h-c)^T] with c the mean, or E[h h^T] (c = 0) when not centred."""
+        Sigma = self.scatter / self.count
+        if not centred:
+            Sigma = Sigma + self.mean.unsqueeze(2) * self.mean.unsqueeze(1)
+        return Sigma
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as tensors and numbers."""
+        state: dict[str, Any] = {"count": self.count, "mean": self.mean.clone()}
+        if self._dense is not None:
+            state["scatter"] = self._dense.full()
+        if self._factors or self._dense is None:
+            state["factor"] = self._rows().clone()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave."""
+        if state["mean"].shape != self.mean.shape:
+            raise ValueError(
+                f"these statistics are of shape {tuple(state['mean'].shape)}, the layer's are {tuple(self.mean.shape)}"
+            )
+        self.count = float(state["count"])
+        self.mean = state["mean"].to(self.mean, copy=True)
+        self._dense = None
+        if "scatter" in state:
+            self._dense = _Triangle(self.mean)
+            self._dense.add_full(state["scatter"].to(self.mean))
+        self._factors = [state["factor"].to(self.mean, copy=True)] if "factor" in state else []
+
+    def _rows(self) -> Tensor:
+        """What is held as rows, in one piece."""
+        if len(self._factors) == 1:
+            return self._factors[0]
+        nothing = self.mean.new_zeros(self.mean.shape[0], 0, self.mean.shape[1])
+        return torch.cat([nothing, *self._factors], dim=1)
+
+    def _condense(self) -> None:
+        """Add what is held as rows to the dense scatter, in one product."""
+        if self._factors:
+            self._dense = self._dense or _Triangle(self.mean)
+            self._dense.add_product(self._rows())
+            self._factors = []
+
+    def _merge(
+        self, count: float, mean: Tensor, factor: Tensor | None = None, scatter: _Triangle | None = None
+    ) -> None:
+        """Merge a part whose scatter is `scatter` or `factor^T factor` (neither: zero)."""
+        total = self.count + count
+        delta = mean - self.mean
+        parts = [] if factor is None else [factor]
+        if self.count > 0:  # the two means differ: one more row, of the weight that the formula gives
+            parts.append(math.sqrt(self.count * count / total) * delta.unsqueeze(1))
+        self._factors.extend(parts)
+        if scatter is not None:
+            self._dense = self._dense or _Triangle(self.mean)
+            self._dense.add(scatter)
+        # A pass over the dense scatter costs as much as many rows, so they wait until there are enough.
+        patience = self.mean.shape[1] if self._dense is None else self._dense.patience
+        if sum(part.shape[1] for part in self._factors) >= patience:
+            self._condense()
+        self.mean = self.mean + delta * (count / total)
+        self.count = total
+
+
+def block_rows(size: int) -> int:
+    """How many rows of a triangle of that size make a block.
+
+    A quarter of them, or up to an eighth where there are many: smaller blocks waste less of what lies above the
+    diagonal, and make slower products; fastest are those with a multiple of 16 rows. Below 64 they are not worth it.
+    """
+    return size if size < 64 else 16 * math.ceil(min(size / 4, max(128, size / 8)) / 16)
+
+
+class _Triangle:
+    """Symmetric matrices (groups, in, in), held and added to as their lower triangle in blocks of rows.
+
+    A block has some rows, and the columns up to its last row. With `patience`, the rows of a factor that may wait to be
+    added, it stays below in^2 numbers.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        groups, size = like.shape
+        rows = block_rows(size)
+        self._starts = list(range(0, size, rows))
+        ends = [min(size, start + rows) for start in self._starts]
+        self.blocks = [like.new_zeros(groups, end - start, end) for start, end in zip(self._starts, ends, strict=True)]
+        self.patience = size - sum(block[0].numel() for block in self.blocks) // size
+
+    def add_product(self, part: Tensor) -> None:
+        """Add part^T part, for part (groups, rows, in)."""
+        for start, block in zip(self._starts, self.blocks, strict=True):
+            end = start + block.shape[1]
+            block.baddbmm_(part[..., start:end].mT, part[..., :end])
+
+    def add_full(self, matrix: Tensor) -> None:
+        """Add a symmetric matrix (groups, in, in)."""
+        for start, block in zip(self._starts, self.blocks, strict=True):
+            block.add_(matrix[:, start : start + block.shape[1], : start + block.shape[1]])
+
+    def add(self, other: _Triangle) -> None:
+        """Add another of the same size."""
+        for mine, theirs in zip(self.blocks, other.blocks, strict=True):
+            mine.add_(theirs.to(mine))
+
+    def scale(self, weight: float) -> None:
+        """Multiply by a number."""
+        for block in self.blocks:
+            block.mul_(weight)
+
+    def full(self) -> Tensor:
+        """The matrices (groups, in, in)."""
+        groups, _, size = self.blocks[-1].shape
+        matrix = self.blocks[-1].new_empty(groups, size, size)
+        for start, block in zip(self._starts, self.blocks, strict=True):
+            end = start + block.shape[1]
+            matrix[:, start:end, :end] = block
+            matrix[:, :start, start:end] = block[:, :, :start].mT
+        return matrix
+
+
+class Window:
+    """Moments of a layer's inputs, of which those of the update under way can be taken back.
+
+    Attributes:
+        examples: how many examples were seen since the window opened, or since `forget`.
+    """
+
+    def __init__(self, settled: Moments, examples: float = 0.0) -> None:
+        self.examples = examples
+        self._settled = settled
+        self._fresh = settled.empty()
+        self._fresh_examples = 0
+
+    def add(self, rows: Tensor, zeros: float, examples: int) -> None:
+        """Add a batch of rows (groups, rows, in) and rows of zeros; raises as `Moments.add` does."""
+        self._fresh.add(rows)
+        self._fresh.add_zeros(zeros)
+        self._fresh_examples += examples
+
+    def undo(self) -> None:
+        """Take back what was added since `settle`."""
+        self._fresh, self._fresh_examples = self._settled.empty(), 0
+
+    def settle(self) -> None:
+        """Keep what was added."""
+        if self._fresh.count > 0:
+            self._settled.merge(self._fresh)
+        self.examples += self._fresh_examples
+        self.undo()
+
+    def forget(self, fraction: float) -> None:
+        """Let older samples fade as new ones come, which make up this fraction of those that are to count."""
+        self._settled.decay(max(0.0, 1 - fraction))
+        self.examples = 0.0
+
+    def scale(self, weight: float) -> None:
+        """Let everything seen count `weight` times as much, the number of examples too."""
+        self.settle()
+        self._settled.decay(weight)
+        self.examples *= weight
+
+    @property
+    def moments(self) -> Moments:
+        """The moments of everything added."""
+        self.settle()
+        return self._settled
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was added yet."""
+        return self._settled.count == self._fresh.count == 0
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that hold what was added."""
+        return [x for part in (self._settled, self._fresh) if part.count > 0 for x in part.tensors()]
+
+    def to(self, like: Tensor) -> Window:
+        """A copy on the device and in the precision for inputs like this tensor."""
+        copy = Window(self._settled.to(like), self.examples)
+        copy._fresh, copy._fresh_examples = self._fresh.to(like), self._fresh_examples
+        return copy
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as tensors and numbers; apart what was added since `settle`, and can be taken back."""
+        state = {**self._settled.state_dict(), "examples": self.examples}
+        if self._fresh.count > 0:
+            state["fresh"] = {**self._fresh.state_dict(), "examples": self._fresh_examples}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave."""
+        self.undo()
+        self._settled.load_state_dict(state)
+        self.examples = float(state["examples"])
+        if "fresh" in state:
+            self._fresh.load_state_dict(state["fresh"])
+            self._fresh_examples = int(state["fresh"]["examples"])
+
+
+class MeanSquare:
+    """A mean of squares, from sums over batches.
+
+    A batch that is not finite, as when a GradScaler is about to skip it, counts only as long as there is no other. The
+    host does not wait to know.
+    """
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self.count: Tensor | float = 0.0
+
+    def add(self, squares: Tensor, count: float) -> None:
+        """Add sums of squares over `count` rows."""
+        if count == 0:
+            return
+        if self.total is None:
+            self.total, self.count = squares, float(count)
+            return
+        known, finite = torch.isfinite(self.total).all(), torch.isfinite(squares).all()
+        both, total, rows = known & finite, self.total, self.count
+        self.total = torch.where(both, total + squares, torch.where(finite, squares, total))
+        self.count = torch.where(both, rows + count, torch.where(finite, count, rows))
+
+    def mean(self) -> Tensor | None:
+        """The mean square, or None if there was nothing."""
+        return None if self.total is None else self.total / self.count
+
+    def take(self) -> Tensor | None:
+        """The mean square since the last call, or None if there was nothing."""
+        mean = self.mean()
+        self.total, self.count = None, 0.0
+        return mean
+
+    def decay(self, weight: float) -> None:
+        """Let everything seen so far count `weight` times as much."""
+        if self.total is not None:
+            self.total = self.total * weight
+        self.count = self.count * weight
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as tensors and numbers."""
+        return {"total": self.total, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Continue from what `state_dict` gave."""
+        self.total = None if state["total"] is None else state["total"].to(device)
+        count = state["count"]
+        self.count = count.to(device) if isinstance(count, Tensor) else float(count)

@@ -1,0 +1,1 @@
+"""Whitening of backpropagated gradients, on top of that of inputs."""

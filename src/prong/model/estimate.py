@@ -1,0 +1,174 @@
+"""Run a model over batches only to look at its layers' inputs: no side effects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prong.core.moments import Moments
+from prong.distributed.workers import ALONE, Workers
+from prong.layers import in_backward
+from prong.model.whiten import whitened_sites
+
+Forward = Callable[[nn.Module, Any], Any]
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """The model on one batch: a tensor, a mapping of keyword arguments, or (input, target, ...) as loaders give."""
+    inputs = inputs_of(batch)
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+
+
+def inputs_of(batch: Any) -> Tensor | Mapping[str, Any]:
+    """The part of a batch that is given to the model."""
+    if isinstance(batch, Tensor | Mapping):
+        return batch
+    if isinstance(batch, Sequence) and batch and isinstance(batch[0], Tensor | Mapping | tuple | list):
+        return inputs_of(batch[0])
+    raise TypeError(
+        f"a batch is a tensor, (input, target) or a mapping of keyword arguments, got {type(batch).__name__}. "
+        "For anything else pass forward=lambda model, batch: ..."
+    )
+
+
+def as_batches(batches: Any) -> Iterable[Any]:
+    """An iterable of batches; a single tensor is one batch."""
+    if isinstance(batches, Tensor):
+        return [batches]
+    if not isinstance(batches, Iterable) or isinstance(batches, str | Mapping):
+        raise TypeError(
+            f"batches is an iterable of batches, such as a DataLoader, or one tensor; got {type(batches).__name__}"
+        )
+    return batches
+
+
+def batch_size(batch: Any) -> int:
+    """The first dimension of the first tensor found in a batch."""
+    while not isinstance(batch, Tensor):
+        values = list(batch.values()) if isinstance(batch, Mapping) else batch
+        if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+            return 1
+        batch = values[0]
+    return int(batch.shape[0]) if batch.dim() else 1
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Leave gradients, random state and other modules' buffers (batch norm's statistics) as they were.
+
+    Buffers are replaced by copies for the time being: the originals are not even written to. Torch's fused attention
+    and encoder layers are off, as they read weights without calling the layers that own them.
+    """
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    originals = [(m, dict(m._buffers)) for m in model.modules() if m._buffers]
+    fused = torch.backends.mha.get_fastpath_enabled()
+    with torch.random.fork_rng([d.index or 0 for d in devices]), torch.inference_mode(False), torch.no_grad():
+        try:
+            torch.backends.mha.set_fastpath_enabled(False)
+            for module, buffers in originals:
+                module._buffers = {n: None if b is None else b.clone() for n, b in buffers.items()}
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
+            for module, buffers in originals:
+                module._buffers = buffers
+
+
+@contextmanager
+def gathering(
+    model: nn.Module, names: Iterable[str] | None = None, workers: Workers = ALONE
+) -> Iterator[dict[str, Moments]]:
+    """Fresh statistics of the (named) sites, there when the context is left; open windows are put aside meanwhile.
+
+    With several workers, what layers refuse to add is raised at the end: the forwards of sharded models need everyone.
+    """
+    sites = whitened_sites(model)
+    chosen = {name: sites[name] for name in (sites if names is None else names)}
+    kept = ("inputs", "spread", "outputs", "drift", "training_only", "errors")
+    before = [(site, {key: getattr(site, key) for key in kept}) for _, site in sites.values()]
+    errors: list[FloatingPointError] | None = None if workers.alone else []
+    for _, site in sites.values():
+        site.inputs = site.spread = site.outputs = site.drift = None
+        site.training_only = False
+        site.errors = errors
+    for layer, site in chosen.values():
+        site.inputs = site.new_window(layer.pair(site)[0])
+    moments: dict[str, Moments] = {}
+    try:
+        yield moments
+        if errors:
+            raise errors[0]
+        moments.update({name: site.inputs.moments for name, (_, site) in chosen.items() if site.inputs is not None})
+    finally:
+        for site, values in before:
+            vars(site).update(values)
+
+
+@contextmanager
+def aside(model: nn.Module) -> Iterator[None]:
+    """Whatever is run under this leaves gradients, statistics, buffers, random state and modes as they were."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    modes = [(m, m.training) for m in model.modules()]
+    gains = [(site, site.gain) for _, site in whitened_sites(model).values()]
+    for p, _ in gradients:
+        p.grad = None
+    for site, _ in gains:
+        site.gain = None
+    try:
+        with undisturbed(model), gathering(model, ()), torch.enable_grad():
+            yield
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
+        for module, mode in modes:
+            module.training = mode
+        for site, gain in gains:
+            site.gain = gain
+
+
+def run_batches(
+    model: nn.Module,
+    batches: Any,
+    samples: int | None = None,
+    forward: Forward | None = None,
+    workers: Workers = ALONE,
+) -> int:
+    """Run the model over batches, until `samples` examples were seen if given; returns how many were.
+
+    With several workers, `samples` is of all of them, and some may have no batches.
+
+    Raises:
+        ValueError: if there are no batches, or the model cannot take one; its own error is the cause.
+    """
+    if in_backward():
+        raise RuntimeError("statistics cannot be gathered during a backward pass; do it between updates")
+    seen = 0
+    for number, batch in enumerate(as_batches(batches)):
+        try:
+            (forward or call_model)(model, batch)
+        except (RuntimeError, IndexError) as error:
+            raise ValueError(f"the model does not take batch {number}: {error}") from error
+        seen += batch_size(batch)
+        if samples is not None and seen * workers.size >= samples:
+            break
+    if seen == 0 and workers.alone:
+        raise ValueError("there were no batches to estimate statistics from")
+    return seen
+
+
+def estimate(
+    model: nn.Module,
+    batches: Any,
+    samples: int | None = None,
+    forward: Forward | None = None,
+    workers: Workers = ALONE,
+    names: Iterable[str] | None = None,
+) -> dict[str, Moments]:
+    """The input moments of every (named) whitened site, from this worker's batches and without side effects."""
+    with workers.together(), undisturbed(model), gathering(model, names, workers) as moments:
+        run_batches(model, batches, samples, forward, workers)
+    return moments

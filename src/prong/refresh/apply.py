@@ -1,0 +1,186 @@
+"""Re-estimate and reproject: lines 6 to 11 of Algorithm 1, once. All or nothing; the function stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from prong.core.coordinates import Transition
+from prong.core.moments import Moments
+from prong.core.precision import accumulation_dtype
+from prong.core.whitening import Whitening, check_eps
+from prong.distributed.reduction import Reduction
+from prong.distributed.sharing import collect, compute
+from prong.distributed.workers import ALONE, Workers, unwrapped
+from prong.layers import Explicit, Site, WhitenedLayer, in_backward
+from prong.model.estimate import Forward, estimate
+from prong.model.whiten import check_count, check_model, whitened_sites
+from prong.refresh.factorise import requests_of
+from prong.refresh.transport import Update, plan_gradients, plan_parameters, plan_state, reset_state, transports_of
+
+OnRefresh = Literal["transport", "reset"]
+
+
+def refresh_(
+    model: nn.Module,
+    batches: Iterable[Any],
+    eps: float = 1e-2,
+    *,
+    samples: int | None = None,
+    optimizer: Optimizer | None = None,
+    forward: Forward | None = None,
+    process_group: ProcessGroup | None = None,
+) -> nn.Module:
+    """Estimate every whitened layer's inputs from batches, and change coordinates so that they are white.
+
+    The network's function, gradients, random state, train/eval mode and other buffers stay as they are. Refresh between
+    `step` and `backward`: gradients that wait for a step would be those of the old coordinates (explicit form).
+
+    Where `torch.distributed` is initialised, all ranks call this, each with batches of its own, and end with the same.
+
+    Args:
+        model: a model with whitened layers (`whiten_`).
+        batches: an iterable of batches (a DataLoader will do), or one tensor.
+        eps: damping, added to every eigenvalue of the covariance.
+        samples: stop after so many examples, of all workers together.
+        optimizer: whose state for whitened parameters is carried along (explicit form); not needed where the
+            model is trained by `PRONG` or has a `Refresher`.
+        forward: how to run the model on a batch; default `model(batch)`, `model(batch[0])` or `model(**batch)`.
+        process_group: the workers that take part; default: all.
+
+    Raises:
+        ValueError: nothing whitened, bad eps, batches the model cannot take, fewer than two samples.
+        FloatingPointError: NaN or infinite activations; the message names the layer.
+    """
+    check_model(model)
+    check_eps(eps)
+    if samples is not None:
+        check_count("samples", samples, 2)
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    check_between_updates()
+    sites = require_whitened(unwrapped(model))
+    owner = next((layer.owner for layer, _ in sites.values() if layer.owner is not None), None)
+    workers = Workers.of(model, process_group) if owner is None or process_group is not None else owner.workers
+    moments = estimate(unwrapped(model), batches, samples, forward, workers)
+    on_refresh: OnRefresh = "transport" if owner is None else owner.on_refresh
+    if optimizer is None and owner is not None:
+        optimizer = owner.optimizer
+    new = whitenings_of(sites, moments, eps, workers)
+    if owner is not None:
+        owner.finish()  # what comes from older statistics is not to come later
+    adopt_(sites, new, optimizer, on_refresh, workers)
+    if owner is not None:
+        owner.renewed(sites[name][1] for name in new)
+    return model
+
+
+def require_whitened(model: nn.Module) -> dict[str, tuple[WhitenedLayer, Site]]:
+    """The whitened sites of a model that must have some."""
+    sites = whitened_sites(model)
+    if not sites:
+        raise ValueError("this model has no whitened layers; call prong.whiten_(model) first")
+    return sites
+
+
+def check_between_updates() -> None:
+    """Refuse to change coordinates while a backward pass runs."""
+    if in_backward():
+        raise RuntimeError("a refresh during a backward pass would mix two coordinate systems; refresh between updates")
+
+
+def rewhiten_(
+    sites: Mapping[str, tuple[WhitenedLayer, Site]],
+    moments: Mapping[str, Moments],
+    eps: float,
+    workers: Workers = ALONE,
+) -> None:
+    """Give sites the whitening of these moments and the other workers'; without samples they keep what they have."""
+    adopt_(sites, whitenings_of(sites, moments, eps, workers), workers=workers)
+
+
+def adopt_(
+    sites: Mapping[str, tuple[WhitenedLayer, Site]],
+    new: Mapping[str, Whitening],
+    optimizer: Optimizer | None = None,
+    on_refresh: OnRefresh = "transport",
+    workers: Workers = ALONE,
+) -> None:
+    """Give sites these whitenings, by name."""
+    whitenings = {name: (*sites[name], whitening) for name, whitening in new.items()}
+    assign_(whitenings, optimizer, on_refresh, workers=workers)
+
+
+def whitenings_of(
+    sites: Mapping[str, tuple[WhitenedLayer, Site]],
+    moments: Mapping[str, Moments],
+    eps: float,
+    workers: Workers = ALONE,
+) -> dict[str, Whitening]:
+    """The whitenings of these moments and the other workers', by site; nothing is changed.
+
+    A site whose factorisation fails is left out.
+    """
+    reduction = Reduction(moments, workers)
+    return collect(compute(requests_of(sites, reduction.moments, eps), eps, reduction, workers), workers)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def assign_(
+    whitenings: Mapping[str, tuple[WhitenedLayer, Site, Whitening]],
+    optimizer: Optimizer | None = None,
+    on_refresh: OnRefresh = "transport",
+    gradients: bool = False,
+    check: bool = True,
+    workers: Workers = ALONE,
+) -> None:
+    """Change coordinates: compute everything, check that it is finite (unless not to `check`), then assign.
+
+    With `gradients`, those that wait for a step are carried over too. All workers take what the first has computed:
+    products of the same matrices may differ in their last bits, and nothing would ever bring parameters together again.
+    """
+    updates: list[Update] = []
+    checks: list[tuple[str, list[Update]]] = []
+    resets: list[tuple[WhitenedLayer, Site]] = []
+    for name, (layer, site, new) in whitenings.items():
+        reset = on_refresh == "reset" or (optimizer is not None and transports_of(optimizer) is None)
+        if reset:
+            resets.append((layer, site))
+        if not isinstance(layer, Explicit):
+            continue
+        weight, _ = layer.pair(site)
+        like = weight.detach().to(accumulation_dtype(weight.dtype))
+        old = None if site.whitening is None else site.whitening.map(lambda x, like=like: x.to(like))  # type: ignore[misc]
+        transition = Transition.between(old, new.map(lambda x, like=like: x.to(like)))  # type: ignore[misc]
+        planned = plan_parameters(layer, site, transition)
+        if optimizer is not None and not reset:
+            planned += plan_state(optimizer, layer, site, transition)
+        if check:
+            checks.append((name, planned))
+        updates += planned
+        if gradients:  # these may be anything: a GradScaler skips what is not finite
+            updates += plan_gradients(layer, site, transition)
+    workers.broadcast_([value for _, value in updates])()
+    for name, planned in checks:
+        if not all(torch.isfinite(value).all() for _, value in planned):
+            raise FloatingPointError(
+                f"layer {name!r}: its parameters or optimizer state would not be finite in the new coordinates. "
+                "Nothing was changed; a larger eps helps."
+            )
+    for target, value in updates:
+        target.copy_(value)
+    stored: dict[Any, Whitening] = {}
+    for layer, site, new in whitenings.values():
+        key = (id(new), layer)
+        if key not in stored:
+            stored[key] = layer.stored(site, new)
+        site.whitening = stored[key]
+    if optimizer is not None:
+        for layer, site in resets:
+            reset_state(optimizer, layer, site)

@@ -1,0 +1,66 @@
+"""PRONG+: after each update, a diagonal correction of the whitening; the function stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from prong.core.moments import MeanSquare
+from prong.core.whitening import Whitening
+from prong.distributed.reduction import summed
+from prong.distributed.workers import ALONE, Workers
+from prong.layers import Site, WhitenedLayer
+from prong.refresh.transport import diagonal_powers
+from prong.refresh.watching import zeros_of
+
+DECAY = 0.9  # of the running average, per update
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def rescale_(sites: Mapping[str, tuple[WhitenedLayer, Site]], optimizer: Optimizer, workers: Workers = ALONE) -> None:
+    """U <- diag(1/s) U with s the running damped deviation of x = U (h - c) since the last call; V's columns take s.
+
+        s^2 = DECAY + (1 - DECAY) diag(U (Sigma + eps I) U^T) = DECAY + (1 - DECAY) (E[x^2] + eps |u|^2)
+
+    with u the rows of U. Its average so far was one, as it is after a refresh, since all earlier scales are divided out
+    already. Without the damping, rows of directions that hardly vary would grow at every update, without bound.
+
+    What was measured by all workers is checked before anything is changed, which then happens in place: s is at least
+    DECAY^1/2.
+    """
+    measured: dict[str, tuple[MeanSquare, Tensor]] = {}
+    for name, (layer, site) in sites.items():
+        if site.spread is not None and site.whitening is not None:
+            measured[name] = site.spread, zeros_of(layer, site)
+    squares = summed(measured, workers)
+    own = {name: spread.take() for name, (spread, _) in measured.items()}
+    taken = own if workers.alone else {name: square.take() for name, square in squares.items()}
+    mean_squares = {name: each for name, each in taken.items() if each is not None}
+    if not _all_finite(mean_squares.values()):
+        name = next(name for name, each in mean_squares.items() if not _all_finite([each]))
+        mine = own[name]
+        error = FloatingPointError(f"layer {name!r}: its whitened inputs contain NaN or infinite values")
+        workers.meet(None, None if mine is None or _all_finite([mine]) else error)
+        raise error
+    for name, mean_square in mean_squares.items():
+        layer, site = sites[name]
+        old = site.whitening
+        assert old is not None and old.U is not None and old.U_inv is not None
+        damped = mean_square + old.eps * torch.linalg.vector_norm(old.U, dim=-1).square()
+        s = (DECAY + (1 - DECAY) * damped).sqrt()
+        for tensor, power in diagonal_powers(optimizer, layer.pair(site)[0]):
+            part = site.part(tensor)
+            assert part is not None
+            part.mul_((site.layout.spread(s) ** power).to(part.dtype))
+        U, U_inv = old.U / s.unsqueeze(-1), old.U_inv * s.unsqueeze(-2)
+        site.whitening = Whitening(old.c, old.eps, U=U.to(old.U.dtype), U_inv=U_inv.to(old.U.dtype))
+
+
+def _all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether all numbers are; the host waits once for all of these."""
+    found = [torch.isfinite(tensor).all() for tensor in tensors]
+    return not found or bool(torch.stack([each.to(found[0].device) for each in found]).all())

@@ -1,0 +1,153 @@
+"""The windows in which statistics of inputs are gathered: opened, measured and begun anew, site by site."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from prong.core.moments import Window
+from prong.distributed.reduction import Reduction
+from prong.distributed.workers import Workers
+from prong.layers import Site, WhitenedLayer
+from prong.layers.base import Owner
+from prong.refresh.failures import OnFailure
+
+
+class Windows:
+    """The windows of a model's sites, and how fast they fill.
+
+    While any is open, failures of whole forwards are noticed and reported to the owner; else the model has no hook.
+    Each of several workers has windows of its own, which all open and close at the same updates. Those that are
+    `fading` never end: after each update, older samples count less.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Mapping[str, tuple[WhitenedLayer, Site]],
+        owner: Owner,
+        workers: Workers,
+        fading: bool,
+    ) -> None:
+        self._model, self._sites, self._owner, self._workers = model, sites, owner, workers
+        self._fading = fading
+        self._start = dict.fromkeys(sites, 0)
+        self._rates: dict[str, float] = {}  # examples per update of all workers, learnt from the last window
+        self._hook: RemovableHandle | None = None
+
+    def updates(self, name: str, samples: int) -> int | None:
+        """How many updates it takes to see so many examples; None while that is not known."""
+        rate = self._rates.get(name)
+        return None if rate is None else math.ceil(samples / rate)
+
+    def open(self, name: str, now: int) -> None:
+        """Begin to gather, unless that has begun."""
+        layer, site = self._sites[name]
+        if site.inputs is None:
+            site.inputs = site.new_window(layer.pair(site)[0])
+            self._start[name] = now
+
+    @property
+    def gathering(self) -> bool:
+        """Whether any is open."""
+        return any(site.inputs is not None for _, site in self._sites.values())
+
+    def full(self, name: str, samples: int, now: int) -> bool:
+        """Whether a window has seen so many examples; of several workers, by what it is known to gain per update."""
+        inputs, updates = self._sites[name][1].inputs, self.updates(name, samples)
+        if inputs is None:
+            return False
+        if self._fading or not (self._workers.alone or updates is None):
+            return updates is not None and now - self._start[name] >= updates
+        return self._workers.total({name: inputs.examples})[name] >= samples
+
+    def reduced(self, names: Iterable[str]) -> Reduction:
+        """What the open ones of all workers hold, on its way."""
+        windows = {name: inputs for name in names if (inputs := self._sites[name][1].inputs) is not None}
+        moments = {name: inputs.moments for name, inputs in windows.items()}
+        return Reduction(moments, self._workers, {name: inputs.examples for name, inputs in windows.items()})
+
+    def examples(self) -> dict[str, float]:
+        """How many the open ones of all workers hold."""
+        own = {name: inputs.examples for name, (_, site) in self._sites.items() if (inputs := site.inputs) is not None}
+        return self._workers.total(own)
+
+    def measure(self, examples: Mapping[str, float], now: int) -> None:
+        """Learn how fast these fill, from how many examples they hold."""
+        for name, seen in examples.items():
+            length = now - self._start[name]
+            if length > 0 and seen > 0:
+                self._rates[name] = seen / length
+
+    def begin(self, names: Iterable[str], now: int) -> None:
+        """The next ones of these begin now, with whatever they hold."""
+        self._start |= dict.fromkeys(names, now)
+
+    def fade(self, examples: Mapping[str, float], samples: int) -> None:
+        """Let what is older than `samples` examples count less, given how many all workers have seen of late."""
+        faded: set[int] = set()
+        for name, seen in examples.items():
+            inputs = self._sites[name][1].inputs
+            if inputs is not None and id(inputs) not in faded:  # sites may share theirs
+                inputs.forget(seen / samples)
+                faded.add(id(inputs))
+
+    def fade_after_update(self, samples: int) -> None:
+        """The same for all of them, at every update, which tells how many examples one has."""
+        examples = self.examples()
+        self._rates |= {name: seen for name, seen in examples.items() if seen > 0}
+        self.fade(examples, samples)
+
+    def scale(self, weight: float) -> None:
+        """Let everything they hold count so many times, as when it was saved by another number of workers."""
+        if weight != 1:
+            for window in {id(site.inputs): site.inputs for _, site in self._sites.values()}.values():
+                if window is not None:
+                    window.scale(weight)
+
+    def share(self) -> None:
+        """Give every worker the same part of what the windows of all hold, so that any of them can be saved for all."""
+        reduction = self.reduced(self._sites)
+        parts: dict[int, Window] = {}
+        for name, moments in reduction.wait().items():
+            if id(moments) not in parts:  # what sites share, they go on sharing
+                parts[id(moments)] = Window(moments, reduction.examples[name])
+                parts[id(moments)].scale(1 / self._workers.size)
+            self._sites[name][1].inputs = parts[id(moments)]
+
+    def close(self, name: str) -> None:
+        """Forget all of it."""
+        self._sites[name][1].inputs = None
+
+    def settle(self) -> None:
+        """After an update: keep what was gathered for it."""
+        for _, site in self._sites.values():
+            if site.inputs is not None:
+                site.inputs.settle()
+
+    def undo(self) -> None:
+        """Take back what was gathered since the last update."""
+        for _, site in self._sites.values():
+            if site.inputs is not None:
+                site.inputs.undo()
+
+    def watch_forwards(self) -> None:
+        """Begin or cease to notice failures, as windows are open or not."""
+        if self.gathering and self._hook is None:
+            self._hook = self._model.register_forward_hook(OnFailure(self._owner), always_call=True)
+        elif not self.gathering and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """When they began and how fast they fill; what they hold is the sites' own."""
+        return {"start": dict(self._start), "rates": dict(self._rates)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave."""
+        self._start, self._rates = dict(state["start"]), dict(state["rates"])
+        self.watch_forwards()

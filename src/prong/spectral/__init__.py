@@ -1,7 +1,0 @@
-"""Uses of the spectrum of a layer's inputs: dropout of directions, and compression of trained networks."""
-
-from prong.spectral.compression import compress
-from prong.spectral.dropout import dropout_, keep_probabilities
-from prong.spectral.report import Layer, Report
-
-__all__ = ["Layer", "Report", "compress", "dropout_", "keep_probabilities"]
