@@ -50,9 +50,8 @@ def to_whitened(W: Tensor, b: Tensor | None, whitening: Whitening) -> Pair:
 
     V = W U^-1 and d = b + W c (Desjardins et al. 2015, Algorithm 1, line 10, corrected).
     """
-    assert whitening.U_inv is not None
     d = b if b is None or whitening.c is None else b + against(W, whitening.c, b.shape[0])
-    return times(W, whitening.U_inv), d
+    return times(W, whitening.inverse()), d
 
 
 def to_canonical(V: Tensor, d: Tensor | None, whitening: Whitening) -> Pair:
@@ -86,6 +85,20 @@ def natural_gradient(
     return nW, gb - against(nW, c, gb.shape[0])
 
 
+def whitened_rows(rows: Tensor, whitening: Whitening) -> Tensor:
+    """Whitened inputs U (h - c), or (h - c) P where there is no U, for rows h (groups, rows, in)."""
+    U, P, c = whitening.U, whitening.P, whitening.c
+    kept = U if U is not None else P
+    assert kept is not None
+    rows = rows.to(kept.dtype if U is not None or c is None else c.dtype)
+    with full_precision(rows):
+        centred = rows if c is None else rows - c.unsqueeze(1)
+        if U is not None:
+            return centred @ U.mT
+        assert P is not None
+        return times_inverse(centred, P, whitening.tail)
+
+
 @dataclass(frozen=True)
 class Transition:
     """The change of whitened coordinates from an old whitening to a new one.
@@ -102,15 +115,15 @@ class Transition:
     @classmethod
     def between(cls, old: Whitening | None, new: Whitening) -> Transition:
         """From `old` (None: the identity, U = I and c = 0) to `new`."""
-        assert new.U is not None and new.U_inv is not None
+        assert new.U is not None
         old_c = None if old is None else old.c
         moved = new.c if old_c is None else -old_c if new.c is None else new.c - old_c
         if old is None:
-            return cls(new.U_inv, new.U, moved)
-        assert old.U is not None and old.U_inv is not None
+            return cls(new.inverse(), new.U, moved)
+        assert old.U is not None
         with full_precision(old.U):
             shift = None if moved is None else (old.U @ moved.unsqueeze(-1)).squeeze(-1)
-            return cls(old.U @ new.U_inv, new.U @ old.U_inv, shift)
+            return cls(old.U @ new.inverse(), new.U @ old.inverse(), shift)
 
 
 def transport_velocity(V: Tensor, d: Tensor | None, transition: Transition) -> Pair:

@@ -23,8 +23,7 @@ class Moments:
     Batches are merged by the exact update of Chan, Golub and LeVeque (1979): any split and order of the
     rows gives the moments of one pass, up to rounding. While there are fewer rows than inputs, the scatter
     is held as a thin `factor` with `scatter = factor^T factor`, which is smaller and which lets the
-    whitening be computed through a small Gram matrix. After that it is held as its lower triangle, in blocks of rows,
-    and a factor of rows yet to be added.
+    whitening be computed through a small Gram matrix. After that it is held dense, with a factor of rows yet to be added.
 
     Shapes: mean (groups, in), scatter (groups, in, in), factor (groups, rows, in).
     """
@@ -38,7 +37,7 @@ class Moments:
     ) -> None:
         self.count = 0.0
         self.mean = torch.zeros(groups, features, dtype=accumulation_dtype(dtype), device=device)
-        self._dense: _Triangle | None = None
+        self._dense: Tensor | None = None
         self._factors: list[Tensor] = []
 
     @torch.no_grad()
@@ -89,7 +88,7 @@ class Moments:
         """Let everything seen so far count `weight` times as much (weight >= 0)."""
         self.count *= weight
         if self._dense is not None:
-            self._dense.scale(weight)
+            self._dense = self._dense * weight
         self._factors = [factor * math.sqrt(weight) for factor in self._factors]
 
     def empty(self) -> Moments:
@@ -112,15 +111,21 @@ class Moments:
         """The sum of outer products of the centred rows."""
         if self._dense is not None:
             self._condense()
-            return self._dense.full()
-        factor = self.factor
-        assert factor is not None
+            return self._dense
+        factor = self._rows()
         with full_precision(factor):
             return factor.mT @ factor
 
     def tensors(self) -> list[Tensor]:
         """The tensors held."""
-        return [self.mean, *self._factors, *([] if self._dense is None else self._dense.blocks)]
+        return [self.mean, *self._factors, *([] if self._dense is None else [self._dense])]
+
+    def mean_square(self, channels: int) -> float:
+        """E[h^2], averaged over so many channels (groups may be filled up with zeros)."""
+        spread = self._rows().square().sum()
+        if self._dense is not None:
+            spread = spread + self._dense.diagonal(dim1=1, dim2=2).sum()
+        return float(spread / max(self.count, 1) + self.mean.square().sum()) / channels
 
     def covariance(self, centred: bool = True) -> Tensor:
         """Sigma = E[(h-c)(h-c)^T] with c the mean, or E[h h^T] (c = 0) when not centred."""
@@ -133,7 +138,7 @@ class Moments:
         """Everything, as tensors and numbers."""
         state: dict[str, Any] = {"count": self.count, "mean": self.mean.clone()}
         if self._dense is not None:
-            state["scatter"] = self._dense.full()
+            state["scatter"] = self._dense.clone()
         if self._factors or self._dense is None:
             state["factor"] = self._rows().clone()
         return state
@@ -146,10 +151,7 @@ class Moments:
             )
         self.count = float(state["count"])
         self.mean = state["mean"].to(self.mean, copy=True)
-        self._dense = None
-        if "scatter" in state:
-            self._dense = _Triangle(self.mean)
-            self._dense.add_full(state["scatter"].to(self.mean))
+        self._dense = state["scatter"].to(self.mean, copy=True) if "scatter" in state else None
         self._factors = [state["factor"].to(self.mean, copy=True)] if "factor" in state else []
 
     def _rows(self) -> Tensor:
@@ -162,12 +164,12 @@ class Moments:
     def _condense(self) -> None:
         """Add what is held as rows to the dense scatter, in one product."""
         if self._factors:
-            self._dense = self._dense or _Triangle(self.mean)
-            self._dense.add_product(self._rows())
+            rows = self._rows()
+            self._dense = rows.mT @ rows if self._dense is None else torch.baddbmm(self._dense, rows.mT, rows)
             self._factors = []
 
     def _merge(
-        self, count: float, mean: Tensor, factor: Tensor | None = None, scatter: _Triangle | None = None
+        self, count: float, mean: Tensor, factor: Tensor | None = None, scatter: Tensor | None = None
     ) -> None:
         """Merge a part whose scatter is `scatter` or `factor^T factor` (neither: zero)."""
         total = self.count + count
@@ -177,70 +179,26 @@ class Moments:
             parts.append(math.sqrt(self.count * count / total) * delta.unsqueeze(1))
         self._factors.extend(parts)
         if scatter is not None:
-            self._dense = self._dense or _Triangle(self.mean)
-            self._dense.add(scatter)
+            scatter = scatter.to(self.mean)
+            self._dense = scatter.clone() if self._dense is None else self._dense + scatter
         # A pass over the dense scatter costs as much as many rows, so they wait until there are enough.
-        patience = self.mean.shape[1] if self._dense is None else self._dense.patience
-        if sum(part.shape[1] for part in self._factors) >= patience:
+        if sum(part.shape[1] for part in self._factors) >= self.mean.shape[1]:
             self._condense()
         self.mean = self.mean + delta * (count / total)
         self.count = total
 
 
-def block_rows(size: int) -> int:
-    """How many rows of a triangle of that size make a block.
-
-    A quarter of them, or up to an eighth where there are many: smaller blocks waste less of what lies above the
-    diagonal, and make slower products; fastest are those with a multiple of 16 rows. Below 64 they are not worth it.
-    """
-    return size if size < 64 else 16 * math.ceil(min(size / 4, max(128, size / 8)) / 16)
+LEAST = 64  # rows of a batch that are looked at in any case
 
 
-class _Triangle:
-    """Symmetric matrices (groups, in, in), held and added to as their lower triangle in blocks of rows.
-
-    A block has some rows, and the columns up to its last row. With `patience`, the rows of a factor that may wait to be
-    added, it stays below in^2 numbers.
-    """
-
-    def __init__(self, like: Tensor) -> None:
-        groups, size = like.shape
-        rows = block_rows(size)
-        self._starts = list(range(0, size, rows))
-        ends = [min(size, start + rows) for start in self._starts]
-        self.blocks = [like.new_zeros(groups, end - start, end) for start, end in zip(self._starts, ends, strict=True)]
-        self.patience = size - sum(block[0].numel() for block in self.blocks) // size
-
-    def add_product(self, part: Tensor) -> None:
-        """Add part^T part, for part (groups, rows, in)."""
-        for start, block in zip(self._starts, self.blocks, strict=True):
-            end = start + block.shape[1]
-            block.baddbmm_(part[..., start:end].mT, part[..., :end])
-
-    def add_full(self, matrix: Tensor) -> None:
-        """Add a symmetric matrix (groups, in, in)."""
-        for start, block in zip(self._starts, self.blocks, strict=True):
-            block.add_(matrix[:, start : start + block.shape[1], : start + block.shape[1]])
-
-    def add(self, other: _Triangle) -> None:
-        """Add another of the same size."""
-        for mine, theirs in zip(self.blocks, other.blocks, strict=True):
-            mine.add_(theirs.to(mine))
-
-    def scale(self, weight: float) -> None:
-        """Multiply by a number."""
-        for block in self.blocks:
-            block.mul_(weight)
-
-    def full(self) -> Tensor:
-        """The matrices (groups, in, in)."""
-        groups, _, size = self.blocks[-1].shape
-        matrix = self.blocks[-1].new_empty(groups, size, size)
-        for start, block in zip(self._starts, self.blocks, strict=True):
-            end = start + block.shape[1]
-            matrix[:, start:end, :end] = block
-            matrix[:, :start, start:end] = block[:, :, :start].mT
-        return matrix
+def sampled(rows: Tensor, count: int) -> Tensor:
+    """So many of the rows (groups, rows, in), spread over all of them without a period."""
+    total = rows.shape[1]
+    step = round(total * 0.6180339887)
+    while math.gcd(step, total) > 1:  # or some rows would be met twice
+        step += 1
+    chosen = torch.arange(count, device=rows.device) * step % total
+    return rows.index_select(1, chosen)
 
 
 class Window:
@@ -248,23 +206,33 @@ class Window:
 
     Attributes:
         examples: how many examples were seen since the window opened, or since `forget`.
+        share: which share of the rows of a batch is looked at, but at least `LEAST` rows.
+        training_only: whether forwards in eval mode are left out.
+        errors: where inputs that cannot be added are told, if not at once: a worker that stops in the middle of a
+            forward keeps the others waiting. (For windows that are not those of an optimizer.)
     """
 
-    def __init__(self, settled: Moments, examples: float = 0.0) -> None:
-        self.examples = examples
+    def __init__(self, settled: Moments, examples: float = 0.0, share: float = 1.0) -> None:
+        self.examples, self.share = examples, share
+        self.training_only = True
+        self.errors: list[FloatingPointError] | None = None
         self._settled = settled
         self._fresh = settled.empty()
-        self._fresh_examples = 0
+        self._fresh_examples = 0.0
 
-    def add(self, rows: Tensor, zeros: float, examples: int) -> None:
+    def add(self, rows: Tensor, zeros: float, examples: float) -> None:
         """Add a batch of rows (groups, rows, in) and rows of zeros; raises as `Moments.add` does."""
+        count = max(LEAST, math.ceil(self.share * rows.shape[1]))
+        if count < rows.shape[1]:
+            share = count / rows.shape[1]
+            rows, zeros, examples = sampled(rows, count), zeros * share, examples * share
         self._fresh.add(rows)
         self._fresh.add_zeros(zeros)
         self._fresh_examples += examples
 
     def undo(self) -> None:
         """Take back what was added since `settle`."""
-        self._fresh, self._fresh_examples = self._settled.empty(), 0
+        self._fresh, self._fresh_examples = self._settled.empty(), 0.0
 
     def settle(self) -> None:
         """Keep what was added."""
@@ -301,7 +269,7 @@ class Window:
 
     def to(self, like: Tensor) -> Window:
         """A copy on the device and in the precision for inputs like this tensor."""
-        copy = Window(self._settled.to(like), self.examples)
+        copy = Window(self._settled.to(like), self.examples, self.share)
         copy._fresh, copy._fresh_examples = self._fresh.to(like), self._fresh_examples
         return copy
 
@@ -319,7 +287,7 @@ class Window:
         self.examples = float(state["examples"])
         if "fresh" in state:
             self._fresh.load_state_dict(state["fresh"])
-            self._fresh_examples = int(state["fresh"]["examples"])
+            self._fresh_examples = float(state["fresh"]["examples"])
 
 
 class MeanSquare:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from torch import Tensor
 from prong.core.moments import Moments
 from prong.core.precision import full_precision, has_bfloat16, is_half
 from prong.core.spectrum import leading_directions, leading_subspace
+from prong.options import Absolute, Basis, Damping, Storage
 
-Basis = Literal["pca", "zca", "cholesky"]
-BASES: tuple[str, ...] = get_args(Basis)
+BASES: tuple[Basis, ...] = ("pca", "zca", "cholesky")
 
 
 class WhiteningError(ArithmeticError):
@@ -31,10 +31,14 @@ class Whitening:
 
     With `tail` > 0, P is given by a thin matrix of leading directions: what stands for it is `tail I - P P^T`.
 
+    `F` is Sigma + eps I, kept beside a dense P, so that steps can be measured.
+
     `cP` is the product c P where that serves: (h - c) P = h P - c P without a centred copy of h. Rounding errors of h P
     grow with the mean, so it is None where means are long (`LONG`), and in half precision.
 
-    Shapes: c, cP (groups, in); U, U_inv, P (groups, in, in), or P (groups, in, rank) with `tail`.
+    U may be that of the formula divided by a `scale` (`scaled`).
+
+    Shapes: c, cP (groups, in); U, U_inv, P, F (groups, in, in), or P (groups, in, rank) with `tail`.
     """
 
     c: Tensor | None
@@ -44,6 +48,25 @@ class Whitening:
     P: Tensor | None = None
     tail: float = 0.0
     cP: Tensor | None = None
+    F: Tensor | None = None
+    scale: float = 1.0
+
+    def damped(self, X: Tensor) -> Tensor:
+        """X (Sigma + eps I) for X (groups, rows, in): from F, or from a thin P."""
+        if self.F is not None:
+            return torch.bmm(X.to(self.F.dtype), self.F).to(X.dtype)
+        assert self.P is not None and self.tail > 0
+        Q = self.P.to(X.dtype)
+        # Columns of Q are q = lam / (eps (lam + eps)) long, squared; Sigma + eps I = eps I + Q diag(lam / q) Q^T.
+        ratio = self.eps**2 / (1 - self.eps * Q.square().sum(-2, keepdim=True)).clamp(min=torch.finfo(Q.dtype).eps)
+        return self.eps * X + torch.bmm(torch.bmm(X, Q) * ratio, Q.mT)
+
+    def inverse(self) -> Tensor:
+        """U^-1: what is kept, or, of a "pca" whitening, whose rows are orthogonal, U^T over their squared lengths."""
+        if self.U_inv is not None:
+            return self.U_inv
+        assert self.U is not None
+        return self.U.mT / self.U.square().sum(-1).unsqueeze(-2)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Whitening:
         """The same whitening with `function` applied to every tensor."""
@@ -76,12 +99,27 @@ def check_basis(basis: str) -> None:
         raise ValueError(f"basis is one of {', '.join(BASES)}, got {basis!r}")
 
 
-def check_cutoff(cutoff: float) -> None:
-    """Refuse a cutoff that is not a finite number of at least zero."""
-    if isinstance(cutoff, bool) or not isinstance(cutoff, int | float):
-        raise TypeError(f"cutoff is a number, got {type(cutoff).__name__}")
-    if not (math.isfinite(cutoff) and cutoff >= 0):
-        raise ValueError(f"cutoff is zero (exact) or more, in units of eps, got {cutoff}; 1 is a common choice")
+def eps_of(damping: Damping, moments: Moments, channels: int) -> float:
+    """The damping in the units of the inputs' second moments: `damping` times their mean, E[h^2] over all channels.
+
+    The raw moment, not the variance: where units hardly vary, as sigmoids at a usual initialisation, the variance is
+    tiny, and a damping relative to it lets steps explode.
+    """
+    return damping.eps if isinstance(damping, Absolute) else damping * moments.mean_square(channels)
+
+
+def scaled(whitening: Whitening, moments: Moments, channels: int) -> Whitening:
+    """The whitening with U divided by a number, the same for the whole layer, which gives it a usual size:
+
+        scale^2 = E[h^2] tr(U U^T) / in
+
+    For optimizers whose steps do not grow with the gradient, such as Adam: an entry of V then moves the function as
+    much as an entry of W does where inputs are of unit variance and uncorrelated, so that learning rates mean what they
+    are used to. It is free of units, as U is.
+    """
+    assert whitening.U is not None and whitening.U_inv is not None
+    scale = math.sqrt(moments.mean_square(channels) * float(whitening.U.square().sum()) / channels)
+    return replace(whitening, U=whitening.U / scale, U_inv=whitening.U_inv * scale, scale=scale)
 
 
 def whiten(
@@ -155,7 +193,11 @@ def whiten(
 
 
 def whiten_together(
-    several: Sequence[Moments], eps: float, basis: Basis | None = None, centred: bool = True, cutoff: float = 0.0
+    several: Sequence[Moments],
+    damping: Sequence[float],
+    basis: Basis | None = None,
+    centred: bool = True,
+    cutoff: float = 0.0,
 ) -> list[Whitening] | None:
     """The whitenings of moments of one size, in one batched factorisation; None where only one by one will do.
 
@@ -166,19 +208,24 @@ def whiten_together(
     if any(m.count < 2 or (m.factor is not None and _is_thin(m.factor, basis)) for m in several):
         return None
     X = torch.cat([m.covariance(centred) for m in several])
+    groups = [m.mean.shape[0] for m in several]
+    # A number for each matrix: with covariances divided by it, all are damped by one.
+    each = torch.tensor(damping, dtype=X.dtype, device=X.device)
+    each = each.repeat_interleave(torch.tensor(groups, device=X.device))[:, None, None]
     dense, _ = FACTORISATIONS[basis]
     try:
         with full_precision(X):
-            matrices = dense(X, eps, basis)
+            matrices = dense(X / each, 1.0, basis)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         return None
-    groups = [m.mean.shape[0] for m in several]
+    powers = {"U": -0.5, "U_inv": 0.5, "P": -1.0, "F": 1.0}
+    matrices = {key: x * each ** powers[key] for key, x in matrices.items()}
     parts = {key: torch.split(x, groups) for key, x in matrices.items()}
     spreads = torch.split(X.diagonal(dim1=-2, dim2=-1).sum(-1), groups)
     whitenings = []
     for i, m in enumerate(several):
         own: dict[str, Any] = {key: part[i].clone() for key, part in parts.items()}
-        whitenings.append(with_product(Whitening(m.mean.clone() if centred else None, eps, **own), spreads[i]))
+        whitenings.append(with_product(Whitening(m.mean.clone() if centred else None, damping[i], **own), spreads[i]))
     return whitenings if all(w.is_finite() for w in whitenings) else None
 
 
@@ -191,16 +238,6 @@ def with_product(whitening: Whitening, spread: Tensor) -> Whitening:
     if c is None or P is None or (c.square().sum(-1) > LONG**2 * spread).any():
         return whitening
     return replace(whitening, cP=times_inverse(c.unsqueeze(1), P, whitening.tail).squeeze(1))
-
-
-Storage = torch.dtype | Literal["auto"]
-STORAGES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-def check_storage(storage: Storage | None) -> None:
-    """Refuse a dtype that matrices cannot be multiplied in."""
-    if storage not in (None, "auto", *STORAGES):
-        raise TypeError(f"storage is 'auto', one of {', '.join(map(str, STORAGES))}, or None; got {storage!r}")
 
 
 def storage_for(storage: Storage | None, weight: Tensor) -> torch.dtype | None:
@@ -276,7 +313,7 @@ def _cholesky(Sigma: Tensor, eps: float, basis: Basis | None) -> dict[str, Tenso
     damped.diagonal(dim1=-2, dim2=-1).add_(eps)
     L = torch.linalg.cholesky(damped)
     if basis is None:
-        return {"P": torch.cholesky_inverse(L)}
+        return {"P": torch.cholesky_inverse(L), "F": damped}
     return {"U": _triangular_inverse(L), "U_inv": L}
 
 
@@ -321,7 +358,7 @@ def _low_rank(factor: Tensor, eps: float, basis: Basis | None) -> dict[str, Tens
         result.diagonal(dim1=-2, dim2=-1).add_(base)
         return result
 
-    return {"P": of_sigma(-1.0)} if basis is None else {"U": of_sigma(-0.5), "U_inv": of_sigma(0.5)}
+    return {"P": of_sigma(-1.0), "F": of_sigma(1.0)} if basis is None else {"U": of_sigma(-0.5), "U_inv": of_sigma(0.5)}
 
 
 def _low_rank_cholesky(factor: Tensor, eps: float, basis: Basis | None) -> dict[str, Tensor]:

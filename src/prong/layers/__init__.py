@@ -1,11 +1,11 @@
-"""Whitened layers: for every supported torch layer, an implicit and an explicit form."""
+"""Whitened layers: for every supported torch layer an implicit and an explicit form, and a view of the plain one."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from prong.layers.attention import ExplicitMultiheadAttention, ImplicitMultiheadAttention
-from prong.layers.base import Explicit, Implicit, Site, WhitenedLayer, in_backward, trained_name
+from prong.layers.base import Explicit, Implicit, Kind, Site, WhitenedLayer, in_backward, trained_name
 from prong.layers.conv import (
     ExplicitConv1d,
     ExplicitConv2d,
@@ -27,6 +27,7 @@ from prong.layers.linear import (
     ImplicitOutProjection,
 )
 from prong.layers.natural import Switch
+from prong.layers.plain import PLAIN, Plain, Sharing, Tap, plain_kind, remove_taps_, tap_of
 
 LAYERS: tuple[type[WhitenedLayer], ...] = (
     ImplicitLinear,
@@ -54,11 +55,19 @@ FORMS: dict[str, dict[type[nn.Module], type[WhitenedLayer]]] = {
 
 __all__ = [
     "FORMS",
+    "PLAIN",
     "Explicit",
     "Implicit",
+    "Kind",
+    "Plain",
+    "Sharing",
     "Site",
     "Switch",
+    "Tap",
     "WhitenedLayer",
     "in_backward",
+    "plain_kind",
+    "remove_taps_",
+    "tap_of",
     "trained_name",
 ]

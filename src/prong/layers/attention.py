@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prong.layers.base import Explicit, Implicit, Site, WhitenedLayer, canonical_property
+from prong.layers.base import Explicit, Implicit, Kind, Site, WhitenedLayer, canonical_property
 from prong.layers.layout import Layout
 from prong.layers.natural import Linear, activation_space_is_cheaper
 
@@ -35,7 +35,33 @@ class _View:
         return getattr(self._layer, name)
 
 
-class AttentionKind(WhitenedLayer):
+def _without_projection(layer: nn.MultiheadAttention, weight: Tensor) -> dict[str, Any]:
+    """What to replace so that torch's forward gives what its output projection would take."""
+    identity = torch.eye(layer.embed_dim, dtype=weight.dtype, device=weight.device)
+    # "training": torch's fused path for evaluation knows nothing of this.
+    dropout = layer.dropout if layer.training else 0.0
+    return {"out_proj": _Projection(weight=identity, bias=None), "training": True, "dropout": dropout}
+
+
+class TappedMultiheadAttention(nn.MultiheadAttention):
+    """nn.MultiheadAttention, but that somebody may look at the inputs of its output projection."""
+
+    tap: Kind | None
+
+    def forward(self, *args: Any, **options: Any) -> Any:  # noqa: D102
+        if self.tap is None or not self.tap.sites[0].listening:
+            return super().forward(*args, **options)
+        W, b = self.out_proj.weight, self.out_proj.bias
+        plain_forward: Any = nn.MultiheadAttention.forward
+        z, weights = plain_forward(_View(self, **_without_projection(self, W)), *args, **options)
+        self.tap.observe(self.tap.sites[0], z)
+        return F.linear(z, W, b), weights
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "tap": None}
+
+
+class AttentionKind(Kind):
     """Input projections, packed in `in_proj_weight` or separate where keys or values have a size of their own."""
 
     embed_dim: int
@@ -55,9 +81,33 @@ class AttentionKind(WhitenedLayer):
             sites.append(Site(weight, bias, Layout((size, features)), slice(i * size, (i + 1) * size), letter))
         return tuple(sites)
 
+    def observe_inputs(self, inputs: tuple[Tensor, ...]) -> None:
+        """Show queries, keys and values to whoever listens."""
+        if any(site.window is not None for site in self.sites):
+            self._share_windows(inputs)
+        for i, (site, h) in enumerate(zip(self.sites, inputs, strict=True)):
+            shared = site.window is not None and any(site.window is other.window for other in self.sites[:i])
+            self.observe(site, h, counted=shared)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _share_windows(self, inputs: tuple[Tensor, ...]) -> None:
+        """Let sites that see the same tensor, as in self-attention, share one window; part those that no longer do."""
+        for j, site in enumerate(self.sites):
+            for i, other in enumerate(self.sites[:j]):
+                if site.window is None or other.window is None:
+                    continue
+                if inputs[i] is inputs[j] and site.window.empty and other.window.empty:
+                    site.window = other.window
+                elif inputs[i] is not inputs[j] and site.window is other.window:
+                    site.window = copy.deepcopy(site.window)
+
+
+class AttentionLayer(AttentionKind, WhitenedLayer):
+    """Attention computed by torch, on projections of our own."""
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:  # noqa: D102
         out = self.out_proj if isinstance(self.out_proj, WhitenedLayer) else None
-        self._observe_inputs((query, key, value))
+        self.observe_inputs((query, key, value))
         out_site = None if out is None else out.sites[0]
         out_pair = (self.out_proj.weight, self.out_proj.bias) if out is None else out.effective(out.sites[0])
         W_out, b_out = out_pair
@@ -77,13 +127,10 @@ class AttentionKind(WhitenedLayer):
             replaced |= {"in_proj_weight": None, "in_proj_bias": None, "_qkv_same_embed_dim": False}
         else:
             replaced |= self._input_projections([self.effective(site) for site in self.sites])
-        if listening:
-            identity = torch.eye(self.embed_dim, dtype=W_out.dtype, device=W_out.device)
-            replaced["out_proj"] = _Projection(weight=identity, bias=None)
-        else:
+        if detour or listening:
+            replaced |= _without_projection(self, W_out)
+        if not listening:
             replaced["out_proj"] = _Projection(weight=W_out, bias=b_out)
-        if detour or listening:  # torch's fused path for evaluation knows nothing of our detours
-            replaced |= {"training": True, "dropout": self.dropout if self.training else 0.0}
         plain_forward: Any = nn.MultiheadAttention.forward
         z, weights = plain_forward(_View(self, **replaced), *inputs, *args, **options)
         if listening and out is not None and out_site is not None:
@@ -99,25 +146,6 @@ class AttentionKind(WhitenedLayer):
         """Whether there are so few that projecting them twice, once by the identity, is worth it."""
         return False
 
-    def _observe_inputs(self, inputs: tuple[Tensor, ...]) -> None:
-        if any(site.inputs is not None for site in self.sites):
-            self._share_windows(inputs)
-        for i, (site, h) in enumerate(zip(self.sites, inputs, strict=True)):
-            shared = site.inputs is not None and any(site.inputs is other.inputs for other in self.sites[:i])
-            self.observe(site, h, counted=shared)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _share_windows(self, inputs: tuple[Tensor, ...]) -> None:
-        """Let sites that see the same tensor, as in self-attention, share one window; part those that no longer do."""
-        for j, site in enumerate(self.sites):
-            for i, other in enumerate(self.sites[:j]):
-                if site.inputs is None or other.inputs is None:
-                    continue
-                if inputs[i] is inputs[j] and site.inputs.empty and other.inputs.empty:
-                    site.inputs = other.inputs
-                elif inputs[i] is not inputs[j] and site.inputs is other.inputs:
-                    site.inputs = copy.deepcopy(site.inputs)
-
     def _input_projections(self, projections: list[tuple[Tensor, Tensor | None]]) -> dict[str, Any]:
         weights = [W for W, _ in projections]
         biases = [b for _, b in projections if b is not None]
@@ -128,7 +156,7 @@ class AttentionKind(WhitenedLayer):
         return {"in_proj_weight": None, "in_proj_bias": bias, **dict(zip(names, weights, strict=True))}
 
 
-class ImplicitMultiheadAttention(Implicit, AttentionKind, nn.MultiheadAttention):
+class ImplicitMultiheadAttention(Implicit, AttentionLayer, nn.MultiheadAttention):
     """nn.MultiheadAttention with natural gradients.
 
     With few tokens its inputs are whitened instead of its gradients. That takes a detour of some four times as many
@@ -148,7 +176,7 @@ class ImplicitMultiheadAttention(Implicit, AttentionKind, nn.MultiheadAttention)
         return self.natural(site, Linear(site.layout), h)
 
 
-class ExplicitMultiheadAttention(Explicit, AttentionKind, nn.MultiheadAttention):
+class ExplicitMultiheadAttention(Explicit, AttentionLayer, nn.MultiheadAttention):
     """nn.MultiheadAttention in whitened coordinates."""
 
     plain = nn.MultiheadAttention

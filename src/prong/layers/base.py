@@ -1,10 +1,10 @@
-"""What a layer gains by being whitened, whatever its kind; and what its two forms add."""
+"""What a layer gains by being whitened, whatever its kind; and what its forms add."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from prong.core.coordinates import Pair, to_canonical, to_whitened
-from prong.core.moments import MeanSquare, Moments, Window
-from prong.core.precision import accumulation_dtype, full_precision, is_half
-from prong.core.whitening import Basis, Storage, Whitening, storage_for
-from prong.gradients.outputs import Gain, OutputGradients
+from prong.core.moments import Moments, Window
+from prong.core.precision import accumulation_dtype, is_half
+from prong.core.whitening import Whitening, storage_for
 from prong.layers.dropping import Dropping, with_dropped_directions
 from prong.layers.layout import Layout
 from prong.layers.natural import Operation, Switch, in_transform, natural, naturalize
-from prong.refresh.drift import Drift, whitened_rows
+from prong.options import Basis, Form, Storage
+from prong.options import Explicit as ExplicitOptions
+from prong.options import Implicit as ImplicitOptions
 
 
 def in_backward() -> bool:
@@ -28,12 +29,13 @@ def in_backward() -> bool:
 
 
 class Owner(Protocol):
-    """Who refreshes a layer while an optimizer trains it (`prong.Refresher`)."""
+    """Who refreshes a layer while an optimizer trains it."""
 
     optimizer: Optimizer
-    on_refresh: Any
+    state_on_refresh: Any
     workers: Any
-    sites: dict[str, tuple[WhitenedLayer, Site]]
+    sites: dict[str, tuple[Kind, Site]]
+    errors: list[FloatingPointError] | None
 
     def release(self) -> None:
         """Give the layer up, with parameters and optimizer state in canonical coordinates."""
@@ -56,7 +58,23 @@ class Inputs(NamedTuple):
     examples: int
 
 
-@dataclass
+class Tap(Protocol):
+    """Who listens to the whitened inputs of a site."""
+
+    listening: bool
+
+    def see(self, inputs: Inputs, whitening: Whitening) -> None:
+        """Take notice of a batch."""
+
+
+class OutputTap(Protocol):
+    """Who listens to the gradients of a site's outputs."""
+
+    def watch(self, z: Tensor, groups: int, channels_at: int, examples_at: int = 0) -> Tensor:
+        """See to it that the gradient of z arrives; what others are to go on with in its place."""
+
+
+@dataclass(eq=False)
 class Site:
     """One place where a weight meets its inputs. Most layers have one; attention's input projection has three.
 
@@ -67,17 +85,13 @@ class Site:
         rows: the rows of weight and bias that belong to this site (None: all).
         name: what to add to the layer's name, where a layer has several sites.
         whitening: the current one; None is the identity.
-        inputs: where inputs are gathered while a window is open.
-        spread: where the mean square of the whitened inputs is gathered, for PRONG+.
-        outputs: where gradients with respect to the outputs are gathered, for gradient whitening.
-        drift: where changes of the inputs since the last refresh are watched, with an automatic period.
-        gain: what backward passes multiply steps by, with `balance` in the implicit form.
+        window: where inputs are gathered, while it is open.
+        taps: who else listens to the inputs, once they are whitened.
+        outputs: who listens to the gradients of the outputs.
         dropping: how often its directions are dropped in training, with spectral dropout.
         fixed_bias: whether the optimizer does not hold the bias, so that nothing can absorb a mean.
+        aside: whether forwards are somebody's own, who only looks at inputs.
         label: the full name, for messages.
-        training_only: whether forwards in eval mode are left out of the statistics.
-        errors: where inputs that cannot be added are told, if not at once: a worker that stops in the middle of a
-            forward keeps the others waiting.
     """
 
     weight: str
@@ -86,21 +100,18 @@ class Site:
     rows: slice | None = None
     name: str = ""
     whitening: Whitening | None = None
-    inputs: Window | None = None
-    spread: MeanSquare | None = None
-    outputs: OutputGradients | None = None
-    drift: Drift | None = None
-    gain: Gain | None = None
+    window: Window | None = None
+    taps: list[Tap] = field(default_factory=list)
+    outputs: OutputTap | None = None
     dropping: Dropping | None = None
     fixed_bias: bool = False
+    aside: bool = False
     label: str = ""
-    training_only: bool = True
-    errors: list[FloatingPointError] | None = None
 
     @property
     def listening(self) -> bool:
-        """Whether anything is gathered of the inputs."""
-        return self.inputs is not None or self.spread is not None or (self.drift is not None and self.drift.listening)
+        """Whether anybody wants to see the inputs."""
+        return self.window is not None or any(tap.listening for tap in self.taps)
 
     def new_window(self, like: Tensor) -> Window:
         """Empty statistics of this site's inputs."""
@@ -119,7 +130,7 @@ class Site:
         part.copy_(value)
 
     def packed(self, weight: Tensor, bias: Tensor | None) -> Pair:
-        """Weight-like and bias-like tensors as (groups, out, taps, in) and (groups, out)."""
+        """Weight-like and bias-like tensors as (matrices, out, taps, in) and (groups, out)."""
         W, b = self.part(weight), self.part(bias)
         assert W is not None
         return self.layout.pack(W), None if b is None else self.layout.pack_bias(b)
@@ -129,22 +140,10 @@ class Site:
         return self.layout.unpack(W), None if b is None else b.reshape(-1)
 
 
-def _whitened_squares(rows: Tensor, zeros: float, whitening: Whitening) -> tuple[Tensor, float]:
-    """Sums of squares of U (h - c) over rows and padded zeros, (groups, in), and how many rows there were."""
-    assert whitening.U is not None
-    U, c = whitening.U, whitening.c
-    with full_precision(rows):
-        squares = whitened_rows(rows, whitening).square().sum(1)
-        if zeros and c is not None:
-            squares = squares + zeros * (U @ c.unsqueeze(-1)).squeeze(-1).square()
-    return squares, rows.shape[1] + zeros
+class Kind:
+    """What is known of a kind of torch layer: where its weights meet inputs, and what those are.
 
-
-class WhitenedLayer(nn.Module):
-    """A torch layer, changed in place by swapping its class, that knows the whitening of its inputs.
-
-    Whitening tensors are plain attributes that follow the layer across devices and dtypes. They are not buffers:
-    `state_dict` stays that of the plain layer, and DDP does not broadcast them at every forward.
+    Whitened layers are of a kind, and so is a `Plain` view of a layer that is left as it is.
     """
 
     form: ClassVar[str]
@@ -152,12 +151,10 @@ class WhitenedLayer(nn.Module):
     centres: ClassVar[bool] = True  # whether a bias can absorb the mean of the inputs
 
     sites: tuple[Site, ...]
-    switch: Switch
-    basis: Basis
-    cutoff: float
-    storage: Storage | None
+    options: Form
     max_positions: int | None
     owner: Owner | None
+    training: bool
 
     @staticmethod
     def make_sites(module: Any) -> tuple[Site, ...]:
@@ -170,19 +167,34 @@ class WhitenedLayer(nn.Module):
         return None if name is None else getattr(self, name)
 
     def pair(self, site: Site) -> tuple[Tensor, Tensor | None]:
-        """The trained tensors of a site's layer: whole, not this site's rows."""
+        """The parameters of a site's layer: whole, not this site's rows."""
         weight = self.parameter(site.weight)
         assert weight is not None
         return weight, self.parameter(site.bias)
+
+    def coordinates(self, site: Site) -> tuple[Tensor, Tensor | None] | None:
+        """V and d of a site's layer, whole, where somebody holds them; else None: only gradients are whitened."""
+        return None
+
+    @property
+    def basis(self) -> Basis | None:
+        """The basis of U; None: no U is needed, but P = U^T U."""
+        return None
+
+    @property
+    def cutoff(self) -> float:
+        """Below which variance, in units of the damping, directions of the inputs are treated as having none."""
+        return self.options.cutoff if isinstance(self.options, ImplicitOptions) else 0.0
+
+    @property
+    def storage(self) -> Storage | None:
+        """The dtype in which matrices are kept."""
+        return self.options.storage if isinstance(self.options, ImplicitOptions) else None
 
     def centred(self, site: Site) -> bool:
         """Whether this site's inputs are centred: only if a bias that may change can absorb the mean."""
         bias = self.parameter(site.bias)
         return self.centres and bias is not None and bias.requires_grad and not site.fixed_bias
-
-    def effective(self, site: Site) -> tuple[Tensor, Tensor | None]:
-        """(W, b) of a site in the plain layer's shapes, to compute with."""
-        raise NotImplementedError
 
     @property
     def channels_at(self) -> int:
@@ -195,7 +207,7 @@ class WhitenedLayer(nn.Module):
         return Inputs(rows, 0.0, rows.shape[1])
 
     def observe(self, site: Site, h: Tensor, counted: bool = False) -> None:
-        """Add inputs to whatever statistics are being gathered; not to the window where they are `counted` already."""
+        """Show inputs to whoever listens; not to the window where they are `counted` already."""
         if site.listening:
             self._record(site, h, counted)
 
@@ -203,46 +215,36 @@ class WhitenedLayer(nn.Module):
     def _record(self, site: Site, h: Tensor, counted: bool) -> None:
         if in_backward() or in_transform():  # checkpointing runs forwards again; under vmap there are no values
             return
-        if site.training_only and not self.training:  # evaluation between updates
+        window = site.window
+        if not self.training and (window is None or window.training_only):  # evaluation between updates
             return
         if h.dim() < -self.channels_at or h.shape[self.channels_at] != site.layout.channels:
             self._undo()
             return  # the layer itself is about to refuse this, in torch's words
         with torch.inference_mode(False), torch.no_grad():
             inputs = self.input_rows(site, h.detach())
-            if site.inputs is not None and not counted:
+            if window is not None and not counted:
                 try:
-                    site.inputs.add(*inputs)
+                    window.add(*inputs)
                 except FloatingPointError as error:
                     self._undo()
                     told = FloatingPointError(
                         f"layer {site.label!r}, while its statistics were gathered: {error}. "
-                        "Statistics are as they were after the last update; look at the data and the learning rate."
+                        "Statistics are as they were after the last update; look at the data and the learning rate "
+                        "(a lower lr, a larger damping; a loss that sums over examples wants a lower lr, too)."
                     )
-                    if site.errors is None:
+                    errors = window.errors if self.owner is None or not window.training_only else self.owner.errors
+                    if errors is None:
                         raise told from None
-                    site.errors.append(told)
-            if site.spread is not None and site.whitening is not None:
-                site.spread.add(*_whitened_squares(inputs.rows, inputs.zeros, site.whitening))
-            if site.drift is not None and site.drift.listening and site.whitening is not None:
-                site.drift.add(inputs.rows, site.whitening)
+                    errors.append(told)
+            if site.whitening is not None:
+                for tap in site.taps:
+                    if tap.listening:
+                        tap.see(inputs, site.whitening)
 
     def _undo(self) -> None:
         if self.owner is not None:
             self.owner.undo()
-
-    def watch(self, site: Site, z: Tensor, examples_at: int = 0) -> Tensor:
-        """The output z; its gradient goes to `site.outputs` when somebody asked for it and, like inputs, it counts."""
-        counts = self.training or not site.training_only
-        if counts and site.outputs is not None and z.requires_grad and not self.switch.ordinary:
-            z = self._watch(site.outputs, z, site.layout.groups, self.channels_at, examples_at)
-        return z
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _watch(self, outputs: OutputGradients, z: Tensor, *where: int) -> Tensor:
-        if in_transform() or (in_backward() and outputs.pending is not None):
-            return z  # under vmap there are no values, and labels were drawn in the first forward
-        return outputs.watch(z, *where)
 
     def stored(self, site: Site, whitening: Whitening) -> Whitening:
         """A whitening in the precision of the site's weight; a P that is stored in another stays so."""
@@ -254,20 +256,46 @@ class WhitenedLayer(nn.Module):
             return kept
         return replace(kept, P=whitening.P.to(weight.device))
 
+
+class WhitenedLayer(Kind, nn.Module):
+    """A torch layer, changed in place by swapping its class, that knows the whitening of its inputs.
+
+    Whitening tensors are plain attributes that follow the layer across devices and dtypes. They are not buffers:
+    `state_dict` stays that of the plain layer, and DDP does not broadcast them at every forward.
+    """
+
+    switch: Switch
+
+    def effective(self, site: Site) -> tuple[Tensor, Tensor | None]:
+        """(W, b) of a site in the plain layer's shapes, to compute with."""
+        raise NotImplementedError
+
+    def watch(self, site: Site, z: Tensor, examples_at: int = 0) -> Tensor:
+        """The output z; its gradient is shown to who asked for it and, like inputs, it counts."""
+        if self.training and site.outputs is not None and z.requires_grad and not self.switch.ordinary:
+            z = self._watch(site.outputs, z, site.layout.groups, self.channels_at, examples_at)
+        return z
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _watch(self, outputs: Any, z: Tensor, *where: int) -> Tensor:
+        if in_transform() or (in_backward() and outputs.pending is not None):
+            return z  # under vmap there are no values, and labels were drawn in the first forward
+        watched: Tensor = outputs.watch(z, *where)
+        return watched
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         moved: dict[int, Any] = {}  # what sites share, they go on sharing
         for site in self.sites:
             if site.whitening is not None:
                 site.whitening = moved.setdefault(id(site.whitening), self.stored(site, site.whitening))
-            if site.inputs is not None:
-                site.inputs = moved.setdefault(id(site.inputs), site.inputs.to(self.pair(site)[0]))
+            if site.window is not None:
+                site.window = moved.setdefault(id(site.window), site.window.to(self.pair(site)[0]))
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy trains on its own: open windows and the optimizer stay with the original.
-        bare = dict.fromkeys(("inputs", "spread", "outputs", "drift", "gain", "errors"))
-        sites = tuple(Site(**{**vars(site), **bare}) for site in self.sites)
+        sites = tuple(replace(site, window=None, taps=[], outputs=None) for site in self.sites)
         return {**self.__dict__, "sites": sites, "switch": Switch(), "owner": None}
 
 
@@ -284,22 +312,18 @@ class Implicit(WhitenedLayer):
             return W, b
         w = site.whitening
         assert w is not None and w.P is not None
-        return naturalize(W, b, w.P, w.c, w.cP, self.gain(site), w.tail, site.layout, self.switch)
+        return naturalize(W, b, w.P, w.c, w.cP, w.tail, site.layout, self.switch)
 
     def naturally(self, site: Site) -> bool:
         """Whether gradients are asked for, and are to be natural."""
         return site.whitening is not None and not self.switch.ordinary and torch.is_grad_enabled()
-
-    def gain(self, site: Site) -> Gain | None:
-        """What steps are multiplied by in the backward pass; where that cannot be done, it is done before the step."""
-        return None if torch.compiler.is_compiling() or in_transform() else site.gain
 
     def natural(self, site: Site, operation: Operation, h: Tensor) -> Tensor:
         """The operation with the site's weight and bias, and natural gradients by way of activation space."""
         weight, bias = self.pair(site)
         W, w = site.part(weight), site.whitening
         assert W is not None and w is not None and w.P is not None
-        return natural(operation, h, W, site.part(bias), w.P, w.c, w.cP, self.gain(site), w.tail, self.switch)
+        return natural(operation, h, W, site.part(bias), w.P, w.c, w.cP, w.tail, self.switch)
 
 
 TRAINED_NAME = {"weight": "V", "bias": "d"}
@@ -323,6 +347,14 @@ class Explicit(WhitenedLayer):
 
     def parameter(self, name: str | None) -> Tensor | None:  # noqa: D102
         return None if name is None else getattr(self, trained_name(name))
+
+    def coordinates(self, site: Site) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+        return self.pair(site)
+
+    @property
+    def basis(self) -> Basis:  # noqa: D102
+        assert isinstance(self.options, ExplicitOptions)
+        return self.options.basis
 
     def effective(self, site: Site) -> tuple[Tensor, Tensor | None]:  # noqa: D102
         V, d = self.pair(site)

@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prong.layers.base import Explicit, Implicit, Inputs, Site, WhitenedLayer, canonical_property
+from prong.layers.base import Explicit, Implicit, Inputs, Kind, Site, canonical_property
 from prong.layers.layout import Layout
 from prong.layers.natural import Convolution, activation_space_is_cheaper
 
@@ -23,7 +23,7 @@ def thin(rows: Tensor, examples: int, max_positions: int | None) -> Tensor:
     return rows[:, ::stride]
 
 
-class ConvKind(WhitenedLayer):
+class ConvKind(Kind):
     """Any stride, padding, padding mode, dilation and number of groups.
 
     The raw map is padded first and centred and whitened after; padding the whitened map would change the function
@@ -78,7 +78,7 @@ class ConvKind(WhitenedLayer):
         return z
 
 
-class ConvTransposeKind(WhitenedLayer):
+class ConvTransposeKind(Kind):
     """Transposed convolutions: the mean's share of the output depends on the position, so nothing is centred."""
 
     centres = False

@@ -6,8 +6,6 @@ Two orders of multiplication give the same result; the cheaper is chosen by shap
     gradient space      nW = (delta^T h - gb c^T) P        costs  out x taps x in^2
 
 Neither makes a centred copy of the inputs: `c P` is known since the refresh, `gb c^T` is of rank one.
-
-A `Gain`, where there is one, multiplies the steps of each group on top: `balance`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from torch import Tensor
 from prong.core.coordinates import against, natural_gradient
 from prong.core.precision import full_precision
 from prong.core.whitening import times_inverse
-from prong.gradients.outputs import Gain
 from prong.layers.layout import Layout
 
 
@@ -51,8 +48,8 @@ class Operation(Protocol):
     def __call__(self, h: Tensor, W: Tensor, b: Tensor | None) -> Tensor:
         """The output."""
 
-    def whitened(self, h: Tensor, P: Tensor, c: Centre, tail: float, gain: Tensor | None) -> Tensor:
-        """What `weight_gradient` takes, gain (h - c) P; see `times_inverse` for P and tail."""
+    def whitened(self, h: Tensor, P: Tensor, c: Centre, tail: float) -> Tensor:
+        """What `weight_gradient` takes, (h - c) P; see `times_inverse` for P and tail."""
 
     def input_gradient(self, delta: Tensor, h: Tensor, W: Tensor) -> Tensor:
         """The gradient of h, from that of the output."""
@@ -63,8 +60,8 @@ class Operation(Protocol):
     def bias_gradient(self, delta: Tensor) -> Tensor:
         """The gradient of b, from that of the output."""
 
-    def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor, gain: Tensor | None) -> Tensor:
-        """The natural gradient of b, gain gb - nW c, for whitened inputs x."""
+    def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor) -> Tensor:
+        """The natural gradient of b, gb - nW c, for whitened inputs x."""
 
     def broadcast(self, b: Tensor) -> Tensor:
         """A bias, shaped so that it can be added to the output."""
@@ -81,8 +78,8 @@ class Linear:
         # Of tokens it is a view, and a view that a Function gives away cannot be changed in place, as activations may.
         return z if h.dim() == 2 else torch.ops.aten._unsafe_view(z, z.shape)
 
-    def whitened(self, h: Tensor, P: Tensor, c: Centre, tail: float, gain: Tensor | None) -> Tensor:  # noqa: D102
-        return self.layout.unrow(_whitened_rows(self.layout, self.layout.rows(h, -1), P, c, tail, gain))
+    def whitened(self, h: Tensor, P: Tensor, c: Centre, tail: float) -> Tensor:  # noqa: D102
+        return self.layout.unrow(_whitened_rows(self.layout, self.layout.rows(h, -1), P, c, tail))
 
     def input_gradient(self, delta: Tensor, h: Tensor, W: Tensor) -> Tensor:  # noqa: D102
         return delta @ W
@@ -93,11 +90,9 @@ class Linear:
     def bias_gradient(self, delta: Tensor) -> Tensor:  # noqa: D102
         return delta.reshape(-1, delta.shape[-1]).sum(0)
 
-    def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor, gain: Tensor | None) -> Tensor:  # noqa: D102
-        one = 1.0 if gain is None else gain.to(x).view(())
-        return delta.reshape(-1, delta.shape[-1]).mT @ (
-            one - x @ self.layout.in_a_row(c)
-        )  # reads activations, not the larger nW
+    def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor) -> Tensor:  # noqa: D102
+        # Reads activations, not the larger nW.
+        return delta.reshape(-1, delta.shape[-1]).mT @ (1 - x @ self.layout.in_a_row(c))
 
     def broadcast(self, b: Tensor) -> Tensor:  # noqa: D102
         return b
@@ -127,8 +122,8 @@ class Convolution:
             z = convolve(h, W, b, self.stride, self.padding, self.dilation, groups)
         return z
 
-    def whitened(self, h: Tensor, P: Tensor, c: Centre, tail: float, gain: Tensor | None) -> Tensor:  # noqa: D102
-        x = _whitened_rows(self.layout, self.layout.rows(h, 1), P, c, tail, gain)
+    def whitened(self, h: Tensor, P: Tensor, c: Centre, tail: float) -> Tensor:  # noqa: D102
+        x = _whitened_rows(self.layout, self.layout.rows(h, 1), P, c, tail)
         return self.layout.unrow(x).reshape(h.shape[0], *h.shape[2:], h.shape[1]).movedim(-1, 1)
 
     def input_gradient(self, delta: Tensor, h: Tensor, W: Tensor) -> Tensor:  # noqa: D102
@@ -140,9 +135,9 @@ class Convolution:
     def bias_gradient(self, delta: Tensor) -> Tensor:  # noqa: D102
         return delta.transpose(0, 1).flatten(1).sum(1)
 
-    def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor, gain: Tensor | None) -> Tensor:  # noqa: D102
+    def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor) -> Tensor:  # noqa: D102
         mean = against(self.layout.pack(nW), c, self.layout.groups).reshape(-1)
-        return _scaled(self.bias_gradient(delta), self.layout, gain) - mean
+        return self.bias_gradient(delta) - mean
 
     def broadcast(self, b: Tensor) -> Tensor:  # noqa: D102
         return b.reshape(-1, *(1,) * len(self.stride))
@@ -166,18 +161,13 @@ class Convolution:
         return gradient
 
 
-def _whitened_rows(layout: Layout, rows: Tensor, P: Tensor, c: Centre, tail: float, gain: Tensor | None) -> Tensor:
-    """The product gain (rows - c) P for rows (matrices, n, in)."""
+def _whitened_rows(layout: Layout, rows: Tensor, P: Tensor, c: Centre, tail: float) -> Tensor:
+    """The product (rows - c) P for rows (matrices, n, in)."""
     before, after = c
     x = times_inverse(rows if before is None else rows - before.unsqueeze(1), P, tail)
     if after is not None:
         x.sub_(after.unsqueeze(1))
-    return x if gain is None else x.mul_(layout.per_matrix(gain.to(x)))
-
-
-def _scaled(gb: Tensor, layout: Layout, gain: Tensor | None) -> Tensor:
-    """A bias gradient (out,), times the gain of its group."""
-    return gb if gain is None else (layout.pack_bias(gb) * gain.to(gb).squeeze(-1)).reshape(-1)
+    return x
 
 
 class _Function(torch.autograd.Function):
@@ -210,7 +200,6 @@ class _Naturalize(_Function):
         P: Tensor,
         c: Tensor | None,
         cP: Tensor | None,
-        gain: Gain | None,
         tail: float,
         layout: Layout,
         switch: Switch,
@@ -219,7 +208,7 @@ class _Naturalize(_Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        W, b, P, c, cP, ctx.gain, ctx.tail, ctx.layout, ctx.switch = inputs
+        W, b, P, c, cP, ctx.tail, ctx.layout, ctx.switch = inputs
         ctx.outputs = None if b is None else b.shape[0]
         ctx.save_for_backward(P, c, cP)
         ctx.save_for_forward(W, b)
@@ -229,21 +218,16 @@ class _Naturalize(_Function):
     def backward(ctx: Any, gW: Tensor | None, gb: Tensor | None = None) -> Any:
         P, c, cP = ctx.saved_tensors
         layout: Layout = ctx.layout
-        nothing = (None,) * 7
+        nothing = (None,) * 6
         if gW is None and gb is not None:
             gW = gb.new_zeros(layout.shape)
         if gb is None and gW is not None and ctx.outputs is not None:
             gb = gW.new_zeros(ctx.outputs)
         if gW is None or ctx.switch.ordinary:
             return gW, gb, *nothing
-        gain = None if ctx.gain is None else ctx.gain.take()
-        if gb is not None:
-            gb = _scaled(gb, layout, gain)
         if not ctx.needs_input_grad[0]:
             return gW, gb, *nothing  # only d moves, and its gradient is b's
         packed = layout.pack(gW)
-        if gain is not None:
-            packed = packed * layout.per_matrix(gain.to(gW)).unsqueeze(-1)
         bias = layout.pack_bias(gb) if gb is not None and ctx.needs_input_grad[1] else None
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or in_transform():  # nothing is overwritten there
             cP = None
@@ -271,7 +255,6 @@ def naturalize(
     P: Tensor,
     c: Tensor | None,
     cP: Tensor | None,
-    gain: Gain | None,
     tail: float,
     layout: Layout,
     switch: Switch,
@@ -279,8 +262,8 @@ def naturalize(
     """(W, b) unchanged, with gradients that become natural on their way back."""
     function = _Naturalize if torch.compiler.is_compiling() else _NaturalizeForwardMode
     if b is None:
-        return function.call(W, None, P, None, None, gain, tail, layout, switch), None
-    return function.call(W, b, P, c, cP, gain, tail, layout, switch)  # type: ignore[no-any-return]
+        return function.call(W, None, P, None, None, tail, layout, switch), None
+    return function.call(W, b, P, c, cP, tail, layout, switch)  # type: ignore[no-any-return]
 
 
 class _Natural(_Function):
@@ -299,7 +282,6 @@ class _Natural(_Function):
         P: Tensor,
         c: Tensor | None,
         cP: Tensor | None,
-        gain: Gain | None,
         tail: float,
         operation: Operation,
         switch: Switch,
@@ -308,7 +290,7 @@ class _Natural(_Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        h, W, b, P, c, cP, ctx.gain, ctx.tail, ctx.operation, ctx.switch = inputs
+        h, W, b, P, c, cP, ctx.tail, ctx.operation, ctx.switch = inputs
         ctx.save_for_backward(h, W, b, P, c, cP)
         ctx.save_for_forward(h, W)
 
@@ -319,25 +301,23 @@ class _Natural(_Function):
         need_h, need_W, need_b = ctx.needs_input_grad[:3]
         gh = nW = nb = None
         if torch.is_grad_enabled():  # differentiated twice, W receives gradients from here, which must be natural too
-            W, _ = naturalize(W, b, P, c, cP, ctx.gain, ctx.tail, operation.layout, ctx.switch)
+            W, _ = naturalize(W, b, P, c, cP, ctx.tail, operation.layout, ctx.switch)
         if need_h:
             gh = operation.input_gradient(delta, h.to(delta.dtype), W.to(delta.dtype)).to(h.dtype)
         ordinary = ctx.switch.ordinary
         with full_precision(W):
             x, precise = h.to(W.dtype), delta.to(W.dtype)
-            gain = None if ctx.gain is None or ordinary else ctx.gain.take()
             if need_W and not ordinary:
                 centre = (None, None) if not need_b else (c, None) if cP is None else (None, cP)
-                x = operation.whitened(x, P, centre, ctx.tail, gain)
-            if (
-                need_W
-            ):  # from inputs whitened precisely, multiplied as a plain layer's: under autocast in half precision
+                x = operation.whitened(x, P, centre, ctx.tail)
+            # From inputs whitened precisely, multiplied as a plain layer's: under autocast in half precision.
+            if need_W:
                 nW = operation.weight_gradient(delta, x.to(delta.dtype), W.to(delta.dtype)).to(W.dtype)
             if need_b and nW is not None and c is not None and not ordinary:
-                nb = operation.natural_bias(precise, x, nW, c, gain)
+                nb = operation.natural_bias(precise, x, nW, c)
             elif need_b:
-                nb = _scaled(operation.bias_gradient(precise), operation.layout, gain)
-        return gh, nW, nb, *(None,) * 7
+                nb = operation.bias_gradient(precise)
+        return gh, nW, nb, *(None,) * 6
 
 
 class _NaturalForwardMode(_Natural):
@@ -372,7 +352,6 @@ def natural(
     P: Tensor,
     c: Tensor | None,
     cP: Tensor | None,
-    gain: Gain | None,
     tail: float,
     switch: Switch,
 ) -> Tensor:
@@ -381,4 +360,4 @@ def natural(
     Given `c P`, it is subtracted from h P; else c from h, which takes a copy of h.
     """
     function = _Natural if torch.compiler.is_compiling() else _NaturalForwardMode
-    return function.call(h, W, b, P, c, cP, gain, tail, operation, switch)  # type: ignore[no-any-return]
+    return function.call(h, W, b, P, c, cP, tail, operation, switch)  # type: ignore[no-any-return]

@@ -88,21 +88,22 @@ def gathering(
     """
     sites = whitened_sites(model)
     chosen = {name: sites[name] for name in (sites if names is None else names)}
-    kept = ("inputs", "spread", "outputs", "drift", "training_only", "errors")
-    before = [(site, {key: getattr(site, key) for key in kept}) for _, site in sites.values()]
+    before = [
+        (site, {key: getattr(site, key) for key in ("window", "taps", "outputs", "aside")})
+        for _, site in sites.values()
+    ]
     errors: list[FloatingPointError] | None = None if workers.alone else []
     for _, site in sites.values():
-        site.inputs = site.spread = site.outputs = site.drift = None
-        site.training_only = False
-        site.errors = errors
+        site.window, site.taps, site.outputs, site.aside = None, [], None, True
     for layer, site in chosen.values():
-        site.inputs = site.new_window(layer.pair(site)[0])
+        site.window = site.new_window(layer.pair(site)[0])
+        site.window.training_only, site.window.errors = False, errors
     moments: dict[str, Moments] = {}
     try:
         yield moments
         if errors:
             raise errors[0]
-        moments.update({name: site.inputs.moments for name, (_, site) in chosen.items() if site.inputs is not None})
+        moments.update({name: site.window.moments for name, (_, site) in chosen.items() if site.window is not None})
     finally:
         for site, values in before:
             vars(site).update(values)
@@ -113,11 +114,8 @@ def aside(model: nn.Module) -> Iterator[None]:
     """Whatever is run under this leaves gradients, statistics, buffers, random state and modes as they were."""
     gradients = [(p, p.grad) for p in model.parameters()]
     modes = [(m, m.training) for m in model.modules()]
-    gains = [(site, site.gain) for _, site in whitened_sites(model).values()]
     for p, _ in gradients:
         p.grad = None
-    for site, _ in gains:
-        site.gain = None
     try:
         with undisturbed(model), gathering(model, ()), torch.enable_grad():
             yield
@@ -126,8 +124,6 @@ def aside(model: nn.Module) -> Iterator[None]:
             p.grad = gradient
         for module, mode in modes:
             module.training = mode
-        for site, gain in gains:
-            site.gain = gain
 
 
 def run_batches(

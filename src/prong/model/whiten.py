@@ -8,20 +8,35 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from prong.core.whitening import Basis, Storage, check_basis, check_cutoff, check_storage
 from prong.distributed.sharding import check_unsharded
-from prong.layers import FORMS, Explicit, Site, Switch, WhitenedLayer, trained_name
+from prong.layers import (
+    FORMS,
+    PLAIN,
+    Explicit,
+    Plain,
+    Sharing,
+    Site,
+    Switch,
+    Tap,
+    WhitenedLayer,
+    plain_kind,
+    remove_taps_,
+    tap_of,
+    trained_name,
+)
+from prong.layers.attention import TappedMultiheadAttention
+from prong.layers.plain import PlainAttention, PlainOutProjection
+from prong.options import Explicit as ExplicitOptions
+from prong.options import Form, Implicit, Materialised, as_form, check_count
 
-Form = Literal["implicit", "explicit"]
 Layers = str | Iterable[str] | Callable[[str, nn.Module], bool] | None
-SUPPORTED = "Linear, Conv1d/2d/3d, ConvTranspose1d/2d/3d and MultiheadAttention"
+SUPPORTED = "Linear, Conv1d/2d/3d, ConvTranspose1d/2d/3d, MultiheadAttention and the Conv1D of transformers"
 
 
 def check_model(model: nn.Module) -> None:
@@ -30,24 +45,12 @@ def check_model(model: nn.Module) -> None:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
 
 
-def check_count(name: str, value: int, least: int) -> None:
-    """Refuse what is not a whole number of at least so many."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is a whole number, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} is at least {least}, got {value}")
-
-
 def whiten_(
     model: nn.Module,
-    form: Form = "implicit",
+    form: str | Form = "implicit",
     *,
     layers: Layers = None,
-    basis: Basis = "pca",
-    cutoff: float = 0.0,
-    storage: Storage | None = None,
     max_positions: int | None = None,
-    block: int | None = None,
 ) -> nn.Module:
     """Make the layers of `model` whitened ones, in place; its function and parameter objects stay.
 
@@ -55,60 +58,91 @@ def whiten_(
 
     Args:
         model: any module.
-        form: "implicit" keeps the parameters and makes gradients natural; "explicit" trains whitened parameters,
-            for optimizers other than SGD and for PRONG+.
+        form: "implicit" keeps the parameters and makes gradients natural; "explicit" trains whitened parameters, for
+            optimizers other than SGD and for PRONG+; `prong.Implicit(...)` and `prong.Explicit(...)` have options.
         layers: which: a name, a pattern such as "encoder.*", several of them, or a predicate of (name, module).
             None takes everything that can be whitened.
-        basis: "pca", "zca" or "cholesky". All give SGD the same path; elementwise optimizers differ.
-        cutoff: implicit form: treat directions of the inputs whose variance is below `cutoff * eps` as having none.
-            Gains grow by at most about `1 + cutoff` times; where few directions remain, updates cost less. 0: exact.
-        storage: implicit form: the dtype in which the matrices are kept and multiplied, e.g. torch.bfloat16 where the
-            hardware is fast in it. None is the weight's own, and so it is for layers whose steps rounding would spoil.
-            "auto" is bfloat16 for float32 weights on devices with units for it, and elsewhere None.
         max_positions: at most so many positions per example enter a convolution's statistics.
-        block: implicit form: whiten contiguous blocks of at most so many inputs, each by itself, as if inputs of
-            different blocks were uncorrelated; 1 scales each input. For layers too wide for `in^2` numbers: it takes
-            `in * block` of them. `prong.accuracy` tells how far off the steps are.
 
     Raises:
         ValueError: a name or pattern that fits nothing, or a layer asked for by name that cannot be whitened.
     """
     check_model(model)
-    if form not in FORMS:
-        raise ValueError(f"form is 'implicit' or 'explicit', got {form!r}")
-    check_basis(basis)
-    check_cutoff(cutoff)
-    check_storage(storage)
-    if form == "explicit" and (cutoff or storage is not None):
-        raise ValueError('cutoff and storage are of the implicit form; form="explicit" whitens exactly')
-    if form == "explicit":
-        check_unsharded(model, "the explicit form", 'use form="implicit"')
-    for option, count in {"max_positions": max_positions, "block": block}.items():
-        if count is not None:
-            check_count(option, count, 1)
-    if form == "explicit" and block is not None:
-        raise ValueError('block is of the implicit form; form="explicit" whitens all inputs of a layer together')
-    chosen = _choose(model, layers)
-    if not chosen and not any(True for _ in whitened_layers(model)):
+    options = as_form(form)
+    if isinstance(options, Materialised):
         raise ValueError(
-            f"nothing in this {type(model).__name__} can be whitened: supported are {SUPPORTED}. "
-            "prong.summary(model) tells why each layer is not."
+            "the materialised form leaves layers as they are, and is a matter of the optimizer: "
+            'prong.AdamW(model, form="materialised") or prong.attach(model, optimizer)'
         )
+    if isinstance(options, ExplicitOptions):
+        check_unsharded(model, "the explicit form", 'use form="implicit"')
+    if max_positions is not None:
+        check_count("max_positions", max_positions, 1)
+    chosen = choose(model, layers)
+    if not chosen and not any(True for _ in whitened_layers(model)):
+        raise ValueError(nothing_to_whiten(model))
     for name, module in chosen.items():
-        kind = FORMS[form][type(module)]
+        kind = FORMS[options.name].get(type(module))
+        if kind is None:
+            warnings.warn(
+                f"prong leaves as it is: {name!r} ({type(module).__name__} has no {options.name} form)", stacklevel=2
+            )
+            continue
         sites = kind.make_sites(module)
-        for site in sites:
-            site.label = site_name(name, site)
-            site.layout = replace(site.layout, block=block)
-        if issubclass(kind, Explicit):
-            names = {trained: trained_name(trained) for s in sites for trained in (s.weight, s.bias) if trained}
-            _rename_parameters(module, names)
-        module.__class__ = kind
-        assert isinstance(module, WhitenedLayer)
-        module.sites, module.switch = sites, Switch()
-        module.basis, module.cutoff, module.storage = basis, cutoff, storage
-        module.max_positions, module.owner = max_positions, None
+        label(name, sites, options.block if isinstance(options, Implicit) else None)
+        swap_(module, kind, sites, options, max_positions)
     return model
+
+
+def nothing_to_whiten(model: nn.Module) -> str:
+    """What to say of a model without layers to whiten."""
+    return (
+        f"nothing in this {type(model).__name__} can be whitened: supported are {SUPPORTED}. "
+        "prong.summary(model) tells why each layer is not."
+    )
+
+
+def label(name: str, sites: Iterable[Site], block: int | None) -> None:
+    """Give sites their full names, and the size of their blocks."""
+    for site in sites:
+        site.label = site_name(name, site)
+        site.layout = replace(site.layout, block=block)
+
+
+def swap_(
+    module: nn.Module,
+    kind: type[WhitenedLayer],
+    sites: tuple[Site, ...],
+    options: Form,
+    max_positions: int | None = None,
+) -> WhitenedLayer:
+    """Make a torch layer a whitened one with these sites."""
+    if issubclass(kind, Explicit):
+        names = {trained: trained_name(trained) for s in sites for trained in (s.weight, s.bias) if trained}
+        _rename_parameters(module, names)
+    module.__class__ = kind
+    assert isinstance(module, WhitenedLayer)
+    module.sites, module.switch, module.options = sites, Switch(), options
+    module.max_positions, module.owner = max_positions, None
+    return module
+
+
+def tap_(model: nn.Module, options: Materialised, natural: Callable[[nn.Module], bool]) -> dict[str, Plain]:
+    """Views of everything in a model that can be whitened, by name; the layers show them their inputs from now on."""
+    views: dict[str, Plain] = {}
+    sharing = Sharing()
+    for name, module in choose(model, None).items():
+        kind = plain_kind(module)
+        assert kind is not None
+        views[name] = kind(module, options, natural(module))
+        label(name, views[name].sites, options.block)
+    for name, view in views.items():
+        if not isinstance(view, PlainOutProjection):
+            view.module.register_forward_pre_hook(Tap(view, sharing), with_kwargs=True)
+        if isinstance(view, PlainAttention):
+            view.module.__class__ = TappedMultiheadAttention
+            view.module.tap = views.get(f"{name}.out_proj" if name else "out_proj")  # type: ignore[assignment]
+    return views
 
 
 def fold_(model: nn.Module) -> nn.Module:
@@ -117,37 +151,64 @@ def fold_(model: nn.Module) -> nn.Module:
     An optimizer in the middle of training goes on as plain SGD (or whatever it is), its momentum in canonical terms.
     """
     check_model(model)
-    layers = [layer for _, layer in whitened_layers(model)]
-    if any(hasattr(layer, "unshard") for layer in layers):
+    layers = dict(whitened_layers(model))
+    if any(hasattr(layer, "unshard") for layer in layers.values() if isinstance(layer, WhitenedLayer)):
         raise ValueError(
             "whitened layers that were sharded one by one cannot be folded; fold an unsharded copy of the model"
         )
-    owners = {id(layer.owner): layer.owner for layer in layers if layer.owner is not None}.values()
+    owners = {id(layer.owner): layer.owner for layer in layers.values() if layer.owner is not None}.values()
     for owner in owners:
-        if not {id(layer) for layer, _ in owner.sites.values()} <= {id(layer) for layer in layers}:
+        if not {id(layer) for layer, _ in owner.sites.values()} <= {id(layer) for layer in layers.values()}:
             raise ValueError(
                 "an optimizer refreshes these layers together with others; fold the whole model it was given"
             )
     for owner in owners:
         owner.release()
-    for _, layer in list(whitened_layers(model)):
-        if isinstance(layer, Explicit):
-            canonical = {name: x.detach().clone() for name, x in layer.canonical().items() if x is not None}
-            _rename_parameters(layer, {trained_name(name): name for name in canonical})
-            with torch.no_grad():
-                for name, value in canonical.items():
-                    parameter = layer._parameters[name]
-                    assert parameter is not None
-                    parameter.copy_(value)
-        layer.__class__ = type(layer).plain  # type: ignore[assignment]
-        for name in ("sites", "switch", "basis", "cutoff", "storage", "max_positions", "owner"):
-            del layer.__dict__[name]
+    for layer in layers.values():
+        if isinstance(layer, WhitenedLayer):
+            plain_(layer)
+    remove_taps_(model.modules())
+    for module in model.modules():
+        _remove_hooks(module)
     return model
 
 
-def whitened_layers(model: nn.Module) -> Iterator[tuple[str, WhitenedLayer]]:
-    """Names and whitened layers of a model."""
-    return ((name, m) for name, m in model.named_modules() if isinstance(m, WhitenedLayer))
+def plain_(layer: WhitenedLayer) -> None:
+    """Make a whitened layer the torch layer that it was."""
+    if isinstance(layer, Explicit):
+        canonical = {name: x.detach().clone() for name, x in layer.canonical().items() if x is not None}
+        _rename_parameters(layer, {trained_name(name): name for name in canonical})
+        with torch.no_grad():
+            for name, value in canonical.items():
+                parameter = layer._parameters[name]
+                assert parameter is not None
+                parameter.copy_(value)
+    layer.__class__ = type(layer).plain  # type: ignore[assignment]
+    for name in ("sites", "switch", "options", "max_positions", "owner"):
+        del layer.__dict__[name]
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    """Take out of a copy what its original's optimizer has registered at the model."""
+    for key, hook in list(module._forward_hooks.items()):
+        if type(hook).__module__.startswith("prong."):
+            del module._forward_hooks[key]
+            module._forward_hooks_always_called.pop(key, None)
+
+
+def whitened_layers(model: nn.Module) -> Iterator[tuple[str, WhitenedLayer | Plain]]:
+    """Names and whitened layers of a model: whitened ones, and views of plain ones whose optimizer whitens."""
+    for name, module in model.named_modules():
+        tap = tap_of(module)
+        if isinstance(module, WhitenedLayer):
+            yield name, module
+        elif tap is not None and tap.layer is not None:
+            yield name, tap.layer
+        elif isinstance(module, NonDynamicallyQuantizableLinear):
+            attention = model.get_submodule(name.rpartition(".")[0])
+            view = attention.__dict__.get("tap") if type(attention) is TappedMultiheadAttention else None
+            if isinstance(view, Plain):
+                yield name, view
 
 
 def site_name(layer: str, site: Site) -> str:
@@ -155,7 +216,7 @@ def site_name(layer: str, site: Site) -> str:
     return ".".join(filter(None, (layer, site.name)))
 
 
-def whitened_sites(model: nn.Module) -> dict[str, tuple[WhitenedLayer, Site]]:
+def whitened_sites(model: nn.Module) -> dict[str, tuple[WhitenedLayer | Plain, Site]]:
     """Layers and sites by name."""
     return {site_name(name, site): (layer, site) for name, layer in whitened_layers(model) for site in layer.sites}
 
@@ -167,7 +228,7 @@ def ordinary_gradients(model: nn.Module) -> Iterator[None]:
     It is the backward that counts, wherever the forward ran. In compiled models wrap both.
     """
     check_model(model)
-    switches = [layer.switch for _, layer in whitened_layers(model)]
+    switches = [layer.switch for _, layer in whitened_layers(model) if isinstance(layer, WhitenedLayer)]
     before = [switch.ordinary for switch in switches]
     for switch in switches:
         switch.ordinary = True
@@ -185,11 +246,12 @@ def why_not(module: nn.Module, shared: set[int]) -> str | None:
     lazy = [p for p in module.parameters(recurse=False) if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         return "it is lazy; run one forward first, so that it knows its size"
-    if type(module) not in FORMS["implicit"]:
-        bases = [kind.__name__ for kind in FORMS["implicit"] if isinstance(module, kind)]
+    kind = plain_kind(module)
+    if kind is None:
+        bases = [base.__name__ for base in PLAIN if isinstance(module, base)]
         detail = f", a subclass of {bases[0]} that may compute something else" if bases else ""
         return f"its type is {type(module).__name__}{detail}"
-    sites = FORMS["implicit"][type(module)].make_sites(module)
+    sites = kind.make_sites(module)
     names = {name for site in sites for name in (site.weight, site.bias) if name is not None}
     for name in sorted(names):
         parameter = module._parameters.get(name)
@@ -199,6 +261,8 @@ def why_not(module: nn.Module, shared: set[int]) -> str | None:
             return f"its {name} is tied to another layer's"
         if not parameter.is_floating_point():
             return f"its {name} is of {parameter.dtype}, not real floating point"
+    if any(min(site.layout.inputs, site.layout.outputs) < 1 for site in sites):
+        return "it has no inputs or no outputs"
     return None
 
 
@@ -208,7 +272,7 @@ def shared_parameters(model: nn.Module) -> set[int]:
     return {parameter for parameter, count in owners.items() if count > 1}
 
 
-def _choose(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
+def choose(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
     """The modules to whiten, in the order of the model."""
     modules = dict(model.named_modules())
     shared = shared_parameters(model)
@@ -237,7 +301,7 @@ def _choose(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
             chosen[name] = module
         elif name in by_name:
             raise ValueError(f"layer {name!r} cannot be whitened: {reason}. Supported are {SUPPORTED}.")
-        elif isinstance(module, tuple(FORMS["implicit"])):
+        elif isinstance(module, tuple(PLAIN)) and any(p.numel() for p in module.parameters(recurse=False)):
             left.append(f"{name!r} ({reason})")
     if left:
         warnings.warn(f"prong leaves as they are: {'; '.join(left)}", stacklevel=3)

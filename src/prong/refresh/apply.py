@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from prong.core.coordinates import Transition
+from prong.core.coordinates import Transition, natural_gradient
 from prong.core.moments import Moments
 from prong.core.precision import accumulation_dtype
-from prong.core.whitening import Whitening, check_eps
+from prong.core.whitening import Whitening
 from prong.distributed.reduction import Reduction
-from prong.distributed.sharing import collect, compute
 from prong.distributed.workers import ALONE, Workers, unwrapped
-from prong.layers import Explicit, Site, WhitenedLayer, in_backward
+from prong.layers import Implicit, Kind, Plain, Site, in_backward
 from prong.model.estimate import Forward, estimate
-from prong.model.whiten import check_count, check_model, whitened_sites
-from prong.refresh.factorise import requests_of
-from prong.refresh.transport import Update, plan_gradients, plan_parameters, plan_state, reset_state, transports_of
+from prong.model.whiten import check_model, whitened_sites
+from prong.options import Damping, check_count, check_damping
+from prong.refresh.factorise import Sites, requests_of
+from prong.refresh.sharing import collect, compute
+from prong.refresh.transport import (
+    Update,
+    is_linear,
+    keeps_state,
+    plan_gradients,
+    plan_parameters,
+    plan_state,
+    reset_state,
+)
 
 OnRefresh = Literal["transport", "reset"]
 
@@ -29,7 +38,7 @@ OnRefresh = Literal["transport", "reset"]
 def refresh_(
     model: nn.Module,
     batches: Iterable[Any],
-    eps: float = 1e-2,
+    damping: Damping = 0.1,
     *,
     samples: int | None = None,
     optimizer: Optimizer | None = None,
@@ -46,7 +55,7 @@ def refresh_(
     Args:
         model: a model with whitened layers (`whiten_`).
         batches: an iterable of batches (a DataLoader will do), or one tensor.
-        eps: damping, added to every eigenvalue of the covariance.
+        damping: added to every eigenvalue of the covariance, in units of the inputs' mean square; or `prong.Absolute`.
         samples: stop after so many examples, of all workers together.
         optimizer: whose state for whitened parameters is carried along (explicit form); not needed where the
             model is trained by `PRONG` or has a `Refresher`.
@@ -54,11 +63,11 @@ def refresh_(
         process_group: the workers that take part; default: all.
 
     Raises:
-        ValueError: nothing whitened, bad eps, batches the model cannot take, fewer than two samples.
+        ValueError: nothing whitened, bad damping, batches the model cannot take, fewer than two samples.
         FloatingPointError: NaN or infinite activations; the message names the layer.
     """
     check_model(model)
-    check_eps(eps)
+    check_damping(damping)
     if samples is not None:
         check_count("samples", samples, 2)
     if optimizer is not None and not isinstance(optimizer, Optimizer):
@@ -68,10 +77,10 @@ def refresh_(
     owner = next((layer.owner for layer, _ in sites.values() if layer.owner is not None), None)
     workers = Workers.of(model, process_group) if owner is None or process_group is not None else owner.workers
     moments = estimate(unwrapped(model), batches, samples, forward, workers)
-    on_refresh: OnRefresh = "transport" if owner is None else owner.on_refresh
+    on_refresh: OnRefresh = "transport" if owner is None else owner.state_on_refresh
     if optimizer is None and owner is not None:
         optimizer = owner.optimizer
-    new = whitenings_of(sites, moments, eps, workers)
+    new = whitenings_of(sites, moments, damping, workers, linear_of(None if owner is None else optimizer))
     if owner is not None:
         owner.finish()  # what comes from older statistics is not to come later
     adopt_(sites, new, optimizer, on_refresh, workers)
@@ -80,12 +89,17 @@ def refresh_(
     return model
 
 
-def require_whitened(model: nn.Module) -> dict[str, tuple[WhitenedLayer, Site]]:
+def linear_of(optimizer: Optimizer | None) -> Callable[[Tensor], bool]:
+    """Which parameters have an optimizer that is linear in the gradient; all, where none is known."""
+    return lambda parameter: optimizer is None or is_linear(optimizer, parameter)
+
+
+def require_whitened(model: nn.Module) -> dict[str, tuple[Kind, Site]]:
     """The whitened sites of a model that must have some."""
     sites = whitened_sites(model)
     if not sites:
-        raise ValueError("this model has no whitened layers; call prong.whiten_(model) first")
-    return sites
+        raise ValueError("this model has no whitened layers; call prong.whiten_(model) first, or make its optimizer")
+    return dict(sites)
 
 
 def check_between_updates() -> None:
@@ -94,46 +108,43 @@ def check_between_updates() -> None:
         raise RuntimeError("a refresh during a backward pass would mix two coordinate systems; refresh between updates")
 
 
-def rewhiten_(
-    sites: Mapping[str, tuple[WhitenedLayer, Site]],
-    moments: Mapping[str, Moments],
-    eps: float,
-    workers: Workers = ALONE,
-) -> None:
+def rewhiten_(sites: Sites, moments: Mapping[str, Moments], damping: Damping, workers: Workers = ALONE) -> None:
     """Give sites the whitening of these moments and the other workers'; without samples they keep what they have."""
-    adopt_(sites, whitenings_of(sites, moments, eps, workers), workers=workers)
+    adopt_(sites, whitenings_of(sites, moments, damping, workers), workers=workers)
 
 
 def adopt_(
-    sites: Mapping[str, tuple[WhitenedLayer, Site]],
+    sites: Sites,
     new: Mapping[str, Whitening],
     optimizer: Optimizer | None = None,
     on_refresh: OnRefresh = "transport",
     workers: Workers = ALONE,
+    gradients: bool = False,
 ) -> None:
     """Give sites these whitenings, by name."""
     whitenings = {name: (*sites[name], whitening) for name, whitening in new.items()}
-    assign_(whitenings, optimizer, on_refresh, workers=workers)
+    assign_(whitenings, optimizer, on_refresh, gradients, workers=workers)
 
 
 def whitenings_of(
-    sites: Mapping[str, tuple[WhitenedLayer, Site]],
+    sites: Sites,
     moments: Mapping[str, Moments],
-    eps: float,
+    damping: Damping,
     workers: Workers = ALONE,
+    linear: Callable[[Tensor], bool] = lambda parameter: True,
 ) -> dict[str, Whitening]:
     """The whitenings of these moments and the other workers', by site; nothing is changed.
 
     A site whose factorisation fails is left out.
     """
     reduction = Reduction(moments, workers)
-    return collect(compute(requests_of(sites, reduction.moments, eps), eps, reduction, workers), workers)
+    return collect(compute(requests_of(sites, reduction.moments, damping, linear), reduction, workers), workers)
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def assign_(
-    whitenings: Mapping[str, tuple[WhitenedLayer, Site, Whitening]],
+    whitenings: Mapping[str, tuple[Kind, Site, Whitening]],
     optimizer: Optimizer | None = None,
     on_refresh: OnRefresh = "transport",
     gradients: bool = False,
@@ -147,31 +158,34 @@ def assign_(
     """
     updates: list[Update] = []
     checks: list[tuple[str, list[Update]]] = []
-    resets: list[tuple[WhitenedLayer, Site]] = []
+    resets: list[tuple[Kind, Site]] = []
     for name, (layer, site, new) in whitenings.items():
-        reset = on_refresh == "reset" or (optimizer is not None and transports_of(optimizer) is None)
+        weight, _ = layer.pair(site)
+        reset = on_refresh == "reset" or (optimizer is not None and not keeps_state(optimizer, layer, site))
         if reset:
             resets.append((layer, site))
-        if not isinstance(layer, Explicit):
+        if gradients and isinstance(layer, Implicit) and site.whitening is None:
+            updates += _naturalized(layer, site, new)
+        held = layer.coordinates(site)
+        if held is None:
             continue
-        weight, _ = layer.pair(site)
         like = weight.detach().to(accumulation_dtype(weight.dtype))
         old = None if site.whitening is None else site.whitening.map(lambda x, like=like: x.to(like))  # type: ignore[misc]
         transition = Transition.between(old, new.map(lambda x, like=like: x.to(like)))  # type: ignore[misc]
-        planned = plan_parameters(layer, site, transition)
+        planned = plan_parameters(held, site, transition)
         if optimizer is not None and not reset:
             planned += plan_state(optimizer, layer, site, transition)
         if check:
             checks.append((name, planned))
         updates += planned
-        if gradients:  # these may be anything: a GradScaler skips what is not finite
+        if gradients and not isinstance(layer, Plain):  # these may be anything: a GradScaler skips what is not finite
             updates += plan_gradients(layer, site, transition)
     workers.broadcast_([value for _, value in updates])()
     for name, planned in checks:
         if not all(torch.isfinite(value).all() for _, value in planned):
             raise FloatingPointError(
                 f"layer {name!r}: its parameters or optimizer state would not be finite in the new coordinates. "
-                "Nothing was changed; a larger eps helps."
+                "Nothing was changed; a larger damping helps."
             )
     for target, value in updates:
         target.copy_(value)
@@ -184,3 +198,14 @@ def assign_(
     if optimizer is not None:
         for layer, site in resets:
             reset_state(optimizer, layer, site)
+
+
+def _naturalized(layer: Implicit, site: Site, new: Whitening) -> list[Update]:
+    """The natural gradients of a layer whose backward pass has given ordinary ones."""
+    weight, bias = layer.pair(site)
+    if weight.grad is None or new.P is None:
+        return []
+    packed, packed_b = site.packed(weight.grad, None if bias is None else bias.grad)
+    nW, nb = natural_gradient(packed, packed_b, new.P.to(packed), new.c, new.tail)
+    targets = site.part(weight.grad), None if bias is None else site.part(bias.grad)
+    return [(t, v) for t, v in zip(targets, site.unpacked(nW, nb), strict=True) if t is not None and v is not None]

@@ -12,11 +12,11 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from prong.core.coordinates import whitened_rows
 from prong.core.moments import MeanSquare
-from prong.core.precision import full_precision
-from prong.core.whitening import Whitening, times_inverse
+from prong.core.whitening import Whitening
+from prong.layers.base import Inputs
 
 EVERY = 8  # updates from one measurement to the next
 ROWS = 128  # at most, per measurement
@@ -24,20 +24,6 @@ MEMORY = 0.8  # what a measurement still counts at the next
 FIRST = 4  # measurements that show how white inputs are after a refresh
 ENOUGH = 4  # later ones, before the drift is believed
 TOLERANCE = 0.25  # of the mean squares, before a layer is refreshed
-
-
-def whitened_rows(rows: Tensor, whitening: Whitening) -> Tensor:
-    """Whitened inputs U (h - c), or (h - c) P where there is no U, for rows h (groups, rows, in)."""
-    U, P, c = whitening.U, whitening.P, whitening.c
-    kept = U if U is not None else P
-    assert kept is not None
-    rows = rows.to(kept.dtype if U is not None or c is None else c.dtype)
-    with full_precision(rows):
-        centred = rows if c is None else rows - c.unsqueeze(1)
-        if U is not None:
-            return centred @ U.mT
-        assert P is not None
-        return times_inverse(centred, P, whitening.tail)
 
 
 class Drift:
@@ -49,8 +35,9 @@ class Drift:
         self._measurements = 0
 
     @torch.no_grad()
-    def add(self, rows: Tensor, whitening: Whitening) -> None:
-        """Measure, on some of these rows (groups, rows, in)."""
+    def see(self, inputs: Inputs, whitening: Whitening) -> None:
+        """Measure, on some of the rows (groups, rows, in)."""
+        rows = inputs.rows
         if rows.shape[1] == 0:
             return
         x = whitened_rows(rows[:, :: -(-rows.shape[1] // ROWS)], whitening)

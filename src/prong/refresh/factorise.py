@@ -3,27 +3,98 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from prong.core.moments import Moments
-from prong.core.whitening import Basis, Whitening, WhiteningError, rounded, storage_for, whiten, whiten_together
-from prong.layers import Explicit, Site, WhitenedLayer
+from prong.core.whitening import (
+    Whitening,
+    WhiteningError,
+    eps_of,
+    rounded,
+    scaled,
+    storage_for,
+    whiten,
+    whiten_together,
+)
+from prong.layers import Kind, Site
+from prong.options import Basis, Damping
 
-Request = tuple[Moments, float, Basis | None, bool, float, int]  # the arguments of `whiten`
-Requests = Mapping[str, tuple[Request, torch.dtype | None]]  # by site, with the dtype to store the result in
+Sites = Mapping[str, tuple[Kind, Site]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be factorised: the arguments of `whiten`, and what is done to the result.
+
+    Attributes:
+        channels: the number of inputs of all groups.
+        scaled: whether U is for an optimizer that is not linear in the gradient.
+        storage: the dtype to store P in, if not its own.
+    """
+
+    moments: Moments
+    damping: Damping
+    basis: Basis | None
+    centred: bool
+    cutoff: float
+    expected: int
+    channels: int
+    scaled: bool
+    storage: torch.dtype | None
+
+    @property
+    def eps(self) -> float:
+        """The damping in the units of the inputs, once the moments are complete."""
+        return eps_of(self.damping, self.moments, self.channels)
+
+    def whiten(self, eps: float) -> Whitening:
+        """The whitening that is wanted."""
+        return self.finish(whiten(self.moments, eps, self.basis, self.centred, self.cutoff, self.expected))
+
+    def finish(self, whitening: Whitening) -> Whitening:
+        """A whitening of these moments as it is wanted."""
+        if self.scaled and whitening.U is not None:
+            whitening = scaled(whitening, self.moments, self.channels)
+        return whitening if self.storage is None else rounded(whitening, self.moments, self.storage)
+
+
+Requests = Mapping[str, Request]
 
 
 def requests_of(
-    sites: Mapping[str, tuple[WhitenedLayer, Site]], moments: Mapping[str, Moments], eps: float
-) -> dict[str, tuple[Request, torch.dtype | None]]:
-    """What is to be factorised, by site, and the dtype to store it in. After this, layers are not asked again."""
+    sites: Sites, moments: Mapping[str, Moments], damping: Damping, linear: Callable[[torch.Tensor], bool]
+) -> dict[str, Request]:
+    """What is to be factorised, by site. After this, layers are not asked again.
+
+    `linear` tells whether a parameter's optimizer is linear in the gradient.
+    """
     seen = {name: m for name, m in moments.items() if m.count > 0}
     if not seen:
         raise ValueError("no whitened layer saw any input; did the model run on the batches?")
-    return {name: (_request(sites[name], m, eps), _storage(sites[name])) for name, m in seen.items()}
+    return {name: _request(*sites[name], m, damping, linear) for name, m in seen.items()}
+
+
+def _request(
+    layer: Kind, site: Site, moments: Moments, damping: Damping, linear: Callable[[torch.Tensor], bool]
+) -> Request:
+    last = site.whitening
+    expected = last.P.shape[-1] if last is not None and last.P is not None and last.tail else 0
+    weight, _ = layer.pair(site)
+    return Request(
+        moments,
+        damping,
+        layer.basis,
+        layer.centred(site),
+        layer.cutoff,
+        expected,
+        site.layout.channels,
+        layer.basis is not None and not linear(weight),
+        storage_for(layer.storage, weight),
+    )
 
 
 def _warn(note: str) -> None:
@@ -32,53 +103,47 @@ def _warn(note: str) -> None:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def factorise(requests: Requests, eps: float, warn: Callable[[str], None] = _warn) -> dict[str, Whitening]:
-    """The whitenings that are wanted; where one fails, a warning instead. Another thread may do this."""
+def factorise(requests: Requests, warn: Callable[[str], None] = _warn) -> dict[str, Whitening]:
+    """The whitenings that are wanted; where one fails, a warning instead. Another thread may do this.
+
+    Inputs that are all zero have none.
+    """
     new: dict[str, Whitening] = {}
-    known = _whiten_batched(request for request, _ in requests.values())
-    for name, (request, storage) in requests.items():
+    eps = {request: request.eps for request in dict.fromkeys(requests.values())}
+    live = {name: request for name, request in requests.items() if eps[request] > 0 or request.moments.count < 2}
+    known = _whiten_batched({request: eps[request] for request in live.values()})
+    for name, request in live.items():
         try:
             if request not in known:
-                known[request] = whiten(*request)
+                known[request] = request.whiten(eps[request])
             new[name] = known[request]
-            if storage is not None:
-                new[name] = known[request] = rounded(new[name], request[0], storage)
         except WhiteningError as error:
             warn(f"layer {name!r} keeps its last whitening: {error}")
         except (ValueError, FloatingPointError) as error:
             raise type(error)(f"layer {name!r}: {error}") from None
         else:
-            if new[name].eps != eps:
-                warn(f"layer {name!r}: damping was raised from {eps:g} to {new[name].eps:g}")
+            if new[name].eps != eps[request]:
+                warn(f"layer {name!r}: damping was raised from {eps[request]:g} to {new[name].eps:g}")
     return new
 
 
 BATCHED = 128  # inputs, up to which factorisations on the CPU are batched
 
 
-def _storage(place: tuple[WhitenedLayer, Site]) -> torch.dtype | None:
-    layer, site = place
-    return storage_for(layer.storage, layer.pair(site)[0])
-
-
-def _request(place: tuple[WhitenedLayer, Site], moments: Moments, eps: float) -> Request:
-    layer, site = place
-    basis = layer.basis if isinstance(layer, Explicit) else None
-    last = site.whitening
-    expected = last.P.shape[-1] if last is not None and last.P is not None and last.tail else 0
-    return moments, eps, basis, layer.centred(site), layer.cutoff, expected
-
-
-def _whiten_batched(requests: Iterable[Request]) -> dict[Request, Whitening]:
+def _whiten_batched(requests: Mapping[Request, float]) -> dict[Request, Whitening]:
     """What can be factorised together. Sites that share their statistics make one request."""
     alike: dict[Any, list[Request]] = {}
-    for request in dict.fromkeys(requests):
-        mean = request[0].mean
+    for request in requests:
+        mean = request.moments.mean
         if mean.device.type == "cpu" and mean.shape[1] > BATCHED:
             continue  # there large ones are factorised one by one anyway, and together take more memory
-        alike.setdefault((mean.shape[1], mean.dtype, mean.device, *request[1:5]), []).append(request)
+        key = (mean.shape[1], mean.dtype, mean.device, request.basis, request.centred, request.cutoff)
+        alike.setdefault(key, []).append(request)
     known: dict[Request, Whitening] = {}
     for group in alike.values():
-        together = whiten_together([request[0] for request in group], *group[0][1:5])
-        known |= dict(zip(group, together or [], strict=False))
+        first = group[0]
+        together = whiten_together(
+            [r.moments for r in group], [requests[r] for r in group], first.basis, first.centred, first.cutoff
+        )
+        known |= {r: r.finish(w) for r, w in zip(group, together or [], strict=False)}
     return known

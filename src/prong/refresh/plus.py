@@ -2,26 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from prong.core.coordinates import whitened_rows
 from prong.core.moments import MeanSquare
+from prong.core.precision import full_precision
 from prong.core.whitening import Whitening
 from prong.distributed.reduction import summed
 from prong.distributed.workers import ALONE, Workers
-from prong.layers import Site, WhitenedLayer
+from prong.layers import Site
+from prong.layers.base import Inputs
+from prong.refresh.factorise import Sites
 from prong.refresh.transport import diagonal_powers
 from prong.refresh.watching import zeros_of
 
 DECAY = 0.9  # of the running average, per update
 
 
+class Spread(MeanSquare):
+    """The tap that measures the mean squares of a site's whitened inputs."""
+
+    listening = True
+
+    def see(self, inputs: Inputs, whitening: Whitening) -> None:
+        """Add the squares of U (h - c), over rows and padded zeros."""
+        assert whitening.U is not None
+        with full_precision(inputs.rows):
+            squares = whitened_rows(inputs.rows, whitening).square().sum(1)
+            if inputs.zeros and whitening.c is not None:
+                squares = squares + inputs.zeros * (whitening.U @ whitening.c.unsqueeze(-1)).squeeze(-1).square()
+        self.add(squares, inputs.rows.shape[1] + inputs.zeros)
+
+
+def spread_of(site: Site) -> Spread | None:
+    """The site's tap of this kind, if it has one."""
+    return next((tap for tap in site.taps if isinstance(tap, Spread)), None)
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
-def rescale_(sites: Mapping[str, tuple[WhitenedLayer, Site]], optimizer: Optimizer, workers: Workers = ALONE) -> None:
+def rescale_(sites: Sites, optimizer: Optimizer, workers: Workers = ALONE) -> None:
     """U <- diag(1/s) U with s the running damped deviation of x = U (h - c) since the last call; V's columns take s.
 
         s^2 = DECAY + (1 - DECAY) diag(U (Sigma + eps I) U^T) = DECAY + (1 - DECAY) (E[x^2] + eps |u|^2)
@@ -34,8 +59,9 @@ def rescale_(sites: Mapping[str, tuple[WhitenedLayer, Site]], optimizer: Optimiz
     """
     measured: dict[str, tuple[MeanSquare, Tensor]] = {}
     for name, (layer, site) in sites.items():
-        if site.spread is not None and site.whitening is not None:
-            measured[name] = site.spread, zeros_of(layer, site)
+        spread = spread_of(site)
+        if spread is not None and site.whitening is not None:
+            measured[name] = spread, zeros_of(layer, site)
     squares = summed(measured, workers)
     own = {name: spread.take() for name, (spread, _) in measured.items()}
     taken = own if workers.alone else {name: square.take() for name, square in squares.items()}
@@ -50,14 +76,14 @@ def rescale_(sites: Mapping[str, tuple[WhitenedLayer, Site]], optimizer: Optimiz
         layer, site = sites[name]
         old = site.whitening
         assert old is not None and old.U is not None and old.U_inv is not None
-        damped = mean_square + old.eps * torch.linalg.vector_norm(old.U, dim=-1).square()
+        damped = old.scale**2 * mean_square + old.scale**2 * old.eps * torch.linalg.vector_norm(old.U, dim=-1).square()
         s = (DECAY + (1 - DECAY) * damped).sqrt()
         for tensor, power in diagonal_powers(optimizer, layer.pair(site)[0]):
             part = site.part(tensor)
             assert part is not None
             part.mul_((site.layout.spread(s) ** power).to(part.dtype))
         U, U_inv = old.U / s.unsqueeze(-1), old.U_inv * s.unsqueeze(-2)
-        site.whitening = Whitening(old.c, old.eps, U=U.to(old.U.dtype), U_inv=U_inv.to(old.U.dtype))
+        site.whitening = replace(old, U=U.to(old.U.dtype), U_inv=U_inv.to(old.U.dtype))
 
 
 def _all_finite(tensors: Iterable[Tensor]) -> bool:

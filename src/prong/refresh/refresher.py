@@ -1,131 +1,115 @@
-"""When and from which samples a model's whitening is re-estimated while an optimizer trains it."""
+"""Refreshes of a model's whitening while an optimizer trains it: what is due, from which samples, and its state."""
 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from prong.core.moments import MeanSquare
 from prong.core.precision import accumulation_dtype
-from prong.core.whitening import Whitening, check_eps
+from prong.core.whitening import Whitening
 from prong.distributed.consent import Consent
 from prong.distributed.reduction import Reduction
 from prong.distributed.sharding import reshard_
-from prong.distributed.sharing import Share, collect, compute
-from prong.distributed.workers import Workers, unwrapped
+from prong.distributed.workers import Workers
 from prong.gradients.whitening import GradientWhitening
-from prong.layers import Explicit, Site
-from prong.model.estimate import as_batches, estimate
-from prong.model.whiten import check_count, check_model
-from prong.refresh.apply import OnRefresh, adopt_, assign_, check_between_updates, require_whitened
+from prong.layers import Kind, Plain, Site
+from prong.model.estimate import estimate
+from prong.options import Absolute, Damping, Every, OnDrift, Refresh
+from prong.refresh.apply import OnRefresh, adopt_, assign_, check_between_updates, linear_of
 from prong.refresh.background import Background
-from prong.refresh.compatibility import check_optimizer
 from prong.refresh.factorise import requests_of
-from prong.refresh.hooks import before_step
-from prong.refresh.plus import rescale_
+from prong.refresh.plus import Spread, rescale_, spread_of
+from prong.refresh.sharing import Share, collect, compute
 from prong.refresh.state import check_site_state, restore_site, site_state
-from prong.refresh.timing import Period, Timetable
-from prong.refresh.transport import transports_of, warn_unknown
+from prong.refresh.timing import Timetable
 from prong.refresh.watching import Watch
 from prong.refresh.windows import Windows
 
-Source = Literal["window", "ema"] | Iterable[Any]
-
 
 class Refresher:
-    """Refreshes a whitened model after updates 1, 2, 4, ... and then every `period`-th, as its optimizer steps.
+    """Keeps the whitening of some sites up to date as their optimizer steps.
 
-    It listens to `optimizer.step()`: nothing in the training loop changes. With the implicit form the optimizer is
-    SGD (or `PRONG`, which brings its own refresher); with the explicit form it can be any, and its state is carried
-    into the new coordinates.
-
-    Where `torch.distributed` is initialised, all ranks make one, and refresh together (`prong.distributed`).
+    Where `torch.distributed` is initialised, all ranks make one, and refresh together.
 
     Args:
-        model: a model with whitened layers (`whiten_`), or a DistributedDataParallel of one.
+        model: the model.
         optimizer: the optimizer that trains it.
-        eps: damping.
-        period: updates between refreshes, the paper's T; or "auto": a layer is refreshed when its inputs have drifted
-            (`prong.refresh.drift`), each on its own, once the first refreshes have been made.
-        samples: examples per refresh, the paper's N_s. Rows count for linear layers and attention (tokens), images
-            for convolutions. Of several workers, those of all together.
-        source: "window": the forwards in training mode just before a refresh (where refreshes are closer than a window
-            is long, older ones fade); "ema": all forwards, forgotten at a rate that leaves `samples`; or an iterable of
-            batches (a loader) to run the model on, as the paper does.
-        lag: factorise in another thread, and change coordinates so many updates later; 0 does both at once.
-        early: refresh after updates 1, 2, 4, ... too, before the first period is over. Without, call `refresh` to
-            whiten at the start.
-        on_refresh: "transport" the optimizer's momentum exactly, or "reset" it, as the paper did.
+        sites: what is whitened.
+        damping: relative, or absolute.
+        refresh: when, and from which samples.
+        workers: who trains the model together.
+        given: the model as the user has it, in DistributedDataParallel or not.
         plus: PRONG+: after each update, rescale by the standard deviation of the whitened activations.
         gradients: whitening of gradients, if wanted.
-        process_group: the workers that train the model; default: DistributedDataParallel's, or all.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        *,
-        eps: float = 1e-2,
-        period: Period = 1000,  # T
-        samples: int = 12_800,  # N_s
-        source: Source = "window",
-        lag: int = 0,
-        early: bool = True,
-        on_refresh: OnRefresh = "transport",
+        sites: dict[str, tuple[Kind, Site]],
+        damping: Damping,
+        refresh: Refresh,
+        workers: Workers,
+        given: nn.Module,
         plus: bool = False,
         gradients: GradientWhitening | None = None,
-        process_group: ProcessGroup | None = None,
     ) -> None:
-        check_model(model)
-        given, self.workers, model = model, Workers.of(model, process_group), unwrapped(model)
-        check_eps(eps)
-        if period == "auto" and plus:
-            raise ValueError("PRONG+ rescales at every update, which hides drift; give it a period in updates")
-        check_count("lag", lag, 0)
-        if isinstance(source, str) and source not in ("window", "ema"):
-            raise ValueError(f"source is 'window', 'ema' or the loader itself, got {source!r}")
-        if not isinstance(source, str) and iter(as_batches(source)) is source:
-            raise TypeError("source is gone through at every refresh: give a list or a DataLoader, not an iterator")
-        if on_refresh not in ("transport", "reset"):
-            raise ValueError(f"on_refresh is 'transport' or 'reset', got {on_refresh!r}")
-        if gradients is not None and gradients.needs_windows and not isinstance(source, str):
-            raise ValueError("gradient_whitening gathers from training passes: use source='window' or 'ema'")
-        self.sites = require_whitened(model)
-        check_optimizer(optimizer, self.sites, plus)
-        self.model, self.optimizer = model, optimizer
-        self.eps, self.source, self.lag, self.on_refresh, self.plus = eps, source, lag, on_refresh, plus
-        self.gradients = gradients
+        self.model, self.sites, self.workers = model, sites, workers
+        self._optimizer = weakref.ref(optimizer)
+        self.damping, self.plus, self.gradients = damping, plus, gradients
+        self.source = getattr(refresh, "source", None)
         self.updates = 0
-        self.windows = Windows(model, self.sites, self, self.workers, fading=source == "ema")
-        self._watch = Watch(self.sites, self.workers)
-        gathered = self.windows if isinstance(source, str) else None
-        self.timetable = Timetable(period, samples, early, gathered, self._watch)
+        self.windows = Windows(model, sites, self, workers, fading=self.source == "ema")
+        self._watch = Watch(sites, workers)
+        self.timetable = Timetable(refresh, self.windows if self._gathers else None, self._watch)
         self._pending: Background[Share] = Background()
-        self._consent = Consent(self.workers, given, optimizer, lambda: self.windows.gathering, self.undo)
-        if transports_of(optimizer) is None and on_refresh == "transport":
-            warn_unknown(optimizer)
-        if not isinstance(source, str):
-            self.refresh()  # the paper's first: before any update
+        self._consent = Consent(workers, given, optimizer, lambda: self.windows.gathering, self.undo)
+        self._next = 1  # the update that has anything to do after it
+        self._released = False
         self._note_fixed_biases()
-        for layer, site in self.sites.values():
+        for layer, site in sites.values():
             layer.owner = self
-            site.spread = MeanSquare() if plus else None
-            site.errors = self._consent.errors
-        self._handles = [optimizer.register_step_post_hook(self._after_step)]
-        if not self.workers.alone:
-            self._handles.append(before_step(optimizer, self._consent.ask))
-        if gradients is not None:
-            gradients.attach(model, optimizer)
-        if isinstance(source, str):
+            if plus:
+                site.taps.append(Spread())
+        if self._gathers:
             self._open_windows()
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer, as long as its user keeps it."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise RuntimeError("the optimizer that refreshed this model is gone")
+        return optimizer
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether nobody holds the optimizer any more."""
+        return self._optimizer() is None
+
+    @property
+    def state_on_refresh(self) -> OnRefresh:
+        """What becomes of the optimizer's state."""
+        options = self.timetable.options
+        return options.state if isinstance(options, Every | OnDrift) else "transport"
+
+    @property
+    def errors(self) -> list[FloatingPointError] | None:
+        """Where layers tell of inputs that cannot be added, if others would wait for them."""
+        return self._consent.errors
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether samples come from the training forwards."""
+        return isinstance(self.source, str)
 
     def refresh(self, batches: Iterable[Any] | None = None) -> None:
         """Refresh now, from `batches`, the loader, or what the windows hold."""
@@ -134,12 +118,61 @@ class Refresher:
         self._pending.drop()
         self._note_fixed_biases()
         source, names = self.source if batches is None else batches, self._trained()
+        if source is None:
+            raise ValueError("with prong.Never() there are no samples to refresh from: give batches")
         if isinstance(source, str):
             self._refresh_from_windows(names, lag=0)
             self._open_windows()
         elif names:
             reduction = self._estimated(source, names)
             self._whiten(reduction, list(reduction.moments), lag=0)
+
+    def before_step(self) -> None:
+        """Ask the other workers; and before the first update, whiten by what its forwards have seen."""
+        self._consent.ask()
+        if self.updates > 0 or not self.timetable.at_once or any(s.whitening is not None for _, s in self.sites.values()):
+            return
+        self._note_fixed_biases()
+        names = self._trained()
+        if not self._gathers:
+            self._refresh(names)
+            return
+        reduction = self.windows.reduced(names)
+        ready = [name for name, moments in reduction.moments.items() if moments.count >= 2]
+        if ready:
+            self._whiten(reduction, ready, lag=0, gradients=True)
+
+    def after_step(self) -> None:
+        """Keep what was gathered for this update, and refresh what is due."""
+        self.updates += 1
+        if self.updates < self._next and not self.plus and self.gradients is None:
+            return
+        self.windows.settle()
+        if self.gradients is not None:
+            self.gradients.settle()
+        scheduled = self.next_refresh(self.updates - 1) == self.updates
+        if self.timetable.by_drift:
+            self._watch.note(self.updates)
+        if self._pending.due is not None and self.updates >= self._pending.due:
+            self.finish()
+        due = self.timetable.due(self.updates, self._trained(), scheduled)
+        if due:
+            self._refresh(due)
+        if self.plus:
+            rescale_(self.sites, self.optimizer, self.workers)  # which does nothing to sites in new coordinates
+        if self.source == "window" and self.updates == 1 and not due:
+            self._close_windows_until_due()
+        if self._gathers:
+            self._open_windows()
+        self._next = self._busy_again()
+
+    def _busy_again(self) -> int:
+        """The next update after which there is anything to do: where windows are open or drift is watched, each one."""
+        coming, due = self.next_refresh(), self._pending.due
+        if self.windows.gathering or coming is None or self.timetable.by_drift:
+            return self.updates + 1 if self.windows.gathering or self.timetable.by_drift or due is not None else 2**62
+        opening = self.windows.first_opening(self.timetable.samples, coming) if self._gathers else coming
+        return max(self.updates + 1, min(opening, coming, coming if due is None else due))
 
     def _note_fixed_biases(self) -> None:
         """A bias that the optimizer does not hold is as good as frozen."""
@@ -148,18 +181,18 @@ class Refresher:
         for layer, site in self.sites.values():
             site.fixed_bias = id(layer.pair(site)[1]) not in held
 
-    def next_refresh(self) -> int | None:
+    def next_refresh(self, now: int | None = None) -> int | None:
         """The update after which the next refresh comes; None if that depends on drift."""
-        return self.timetable.next_refresh(self.updates, self._trained())
+        return self.timetable.next_refresh(self.updates if now is None else now, self._trained())
 
     def detach(self) -> None:
         """Stop refreshing: forget windows and the optimizer. The whitening stays as it is."""
-        for handle in self._handles:
-            handle.remove()
         if self.gradients is not None:
             self.gradients.detach()
+        self._watch.stop()
         for layer, site in self.sites.values():
-            site.inputs = site.spread = site.outputs = site.drift = site.gain = site.errors = None
+            site.window = site.outputs = None
+            site.taps = [tap for tap in site.taps if not isinstance(tap, Spread)]
             site.fixed_bias = False
             layer.owner = None
         self.windows.watch_forwards()
@@ -167,12 +200,13 @@ class Refresher:
 
     def undo(self) -> None:
         """Take back what was gathered since the last update: a forward has failed."""
-        if not all(site.training_only for _, site in self.sites.values()):
+        if any(site.aside for _, site in self.sites.values()):
             return  # statistics that somebody else gathers; our windows are put aside
         self.windows.undo()
         for _, site in self.sites.values():
-            if site.spread is not None:
-                site.spread.take()
+            spread = spread_of(site)
+            if spread is not None:
+                spread.take()
         if self.gradients is not None:
             self.gradients.undo()
 
@@ -182,14 +216,18 @@ class Refresher:
         They need not be finite: folding is what there is to do after training has diverged.
         """
         whitened = {n: (layer, site) for n, (layer, site) in self.sites.items() if site.whitening is not None}
-        explicit = {
+        held = {
             name: (layer, site, _identity(site.layout.matrices, site.layout.features, layer.pair(site)[0]))
             for name, (layer, site) in whitened.items()
-            if isinstance(layer, Explicit)
+            if layer.coordinates(site) is not None
         }
-        assign_(explicit, self.optimizer, self.on_refresh, gradients=True, check=False)
-        for _, site in whitened.values():
+        if held:
+            assign_(held, self._optimizer(), self.state_on_refresh, gradients=True, check=False)
+        for layer, site in whitened.values():
             site.whitening = None
+            if isinstance(layer, Plain):
+                layer.release()
+        self._released = True
         self.detach()
 
     def synchronize(self) -> None:
@@ -215,11 +253,14 @@ class Refresher:
         Of several workers, each has windows of its own, until `synchronize`.
         """
         self._check_unfolded()
+        absolute = isinstance(self.damping, Absolute)
         state = {
             "kind": self._kind(),
             "workers": self.workers.size,
             "updates": self.updates,
-            "settings": {"eps": self.eps, "lag": self.lag, **self.timetable.settings()},
+            "damping": self.damping.eps if isinstance(self.damping, Absolute) else self.damping,
+            "absolute": absolute,
+            "refresh": self.timetable.settings(),
             "layers": {name: site_state(layer, site) for name, (layer, site) in self.sites.items()},
             "windows": self.windows.state_dict(),
             **self._watch.state_dict(),
@@ -228,19 +269,17 @@ class Refresher:
         return state if self.gradients is None else {**state, "gradients": self.gradients.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue as if never stopped, from what `state_dict` gave; eps, period and samples are those saved.
-
-        Raises:
-            ValueError: a state of another model or kind of training; nothing has been changed then.
-        """
-        self.check_state_dict(state)
+        """Continue as if never stopped, from what `state_dict` gave; damping and the schedule are those saved."""
         for name, (layer, site) in self.sites.items():
             restore_site(layer, site, state["layers"][name])
-        weight = state.get("workers", 1) / self.workers.size
+            spread = spread_of(site)
+            if spread is not None:
+                spread.take()  # of what came before the load
+        weight = state["workers"] / self.workers.size
         self.windows.scale(weight)
-        self.updates = int(state["updates"])
-        self.eps, self.lag = state["settings"]["eps"], state["settings"]["lag"]
-        self.timetable.adopt(state["settings"])
+        self.updates, self._next = int(state["updates"]), int(state["updates"]) + 1
+        self.damping = Absolute(state["damping"]) if state["absolute"] else state["damping"]
+        self.timetable.adopt(state["refresh"])
         self.windows.load_state_dict(state["windows"])
         self._watch.load_state_dict(state)
         self._pending.drop()
@@ -250,26 +289,33 @@ class Refresher:
         if self.gradients is not None:
             self.gradients.load_state_dict(state["gradients"], weight)
 
+    def start_anew(self) -> None:
+        """Canonical coordinates, no updates made: as on the first day, whatever the optimizer knows."""
+        self._pending.drop()
+        for layer, site in self.sites.values():
+            site.whitening = None
+            if isinstance(layer, Plain):
+                layer.release()
+        self.updates, self._next = 0, 1
+        if self._gathers:
+            self._open_windows()
+
     def _kind(self) -> dict[str, Any]:
         """What a state must agree on."""
-        return {"plus": self.plus, "source": self.source if isinstance(self.source, str) else "loader"}
+        options = type(self.timetable.options).__name__
+        return {"plus": self.plus, "source": self.source if self._gathers else "loader", "refresh": options}
 
     def _pending_state(self) -> dict[str, Any] | None:
         held = self._pending.peek()
-        if held is None:
+        if held is None or not held.complete:  # of several workers, each has a part: it is begun again after a load
             return None
-        if not held.complete:
-            raise RuntimeError(
-                "a refresh with a lag is under way, of which every worker has a part; "
-                "call refresher.synchronize() on all of them before state_dict()"
-            )
         return {"due": self._pending.due, "whitenings": {name: dict(w.items()) for name, w in held.whitenings.items()}}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Refuse a state that is not of this model and kind of training, or a model that was folded since."""
         self._check_unfolded()
         if any(layer.owner is not self for layer, _ in self.sites.values()):
-            raise ValueError("this model was detached; make a new PRONG or Refresher to load the state into")
+            raise ValueError("this model was detached; make a new optimizer to load the state into")
         saved, mine = set(state["layers"]), set(self.sites)
         if saved != mine:
             raise ValueError(
@@ -288,44 +334,16 @@ class Refresher:
     @property
     def folded(self) -> bool:
         """Whether its layers were made plain again (`fold_`), and perhaps others since."""
-        live = {id(site) for layer, _ in self.sites.values() for site in getattr(layer, "sites", ())}
-        return any(id(site) not in live for _, site in self.sites.values())
+        return self._released or any(not hasattr(layer, "sites") for layer, _ in self.sites.values())
 
     def _check_unfolded(self) -> None:
         if self.folded:
-            raise ValueError("this model was folded, so its optimizer has no whitening; make a new PRONG or Refresher")
+            raise ValueError("this model was folded, so its optimizer has no whitening; make a new optimizer")
 
     def shadow(self) -> None:
         """Take part in an update for which this worker has no data; it makes no step of its own."""
-        self._consent.ask()
-        if self.gradients is not None:
-            self.gradients.add_up()
-        self._after_step()
-
-    def _after_step(self, *unused: Any) -> None:
-        if self.gradients is not None:
-            self.gradients.restore()
-        found_inf = getattr(self.optimizer, "found_inf", None)
-        if found_inf is not None and float(found_inf) > 0:  # a fused step that GradScaler skipped
-            return
-        self.windows.settle()
-        if self.gradients is not None:
-            self.gradients.settle()
-        scheduled = self.next_refresh() == self.updates + 1
-        self.updates += 1
-        if self.timetable.period == "auto":
-            self._watch.note(self.updates)
-        if self._pending.due is not None and self.updates >= self._pending.due:
-            self.finish()
-        due = self.timetable.due(self.updates, self._trained(), scheduled)
-        if due:
-            self._refresh(due)
-        if self.plus:
-            rescale_(self.sites, self.optimizer, self.workers)  # which does nothing to sites in new coordinates
-        if self.source == "window" and self.updates == 1 and not due:
-            self._close_windows_until_due()
-        if isinstance(self.source, str):
-            self._open_windows()
+        self.before_step()
+        self.after_step()
 
     def _trained(self) -> list[str]:
         """The sites of weights that are not frozen; nothing would use the whitening of the others."""
@@ -335,17 +353,19 @@ class Refresher:
         """Refresh these sites, at once or with the lag."""
         self._note_fixed_biases()
         self.finish()  # where refreshes are closer than the lag
-        if isinstance(self.source, str):
-            self._refresh_from_windows(names, self.lag)
+        if self._gathers:
+            self._refresh_from_windows(names, self.timetable.lag)
             return
+        assert self.source is not None
         reduction = self._estimated(self.source, names)
         reached = [name for name, moments in reduction.moments.items() if moments.count > 0]
         if reached:
-            self._whiten(reduction, reached, self.lag)
+            self._whiten(reduction, reached, self.timetable.lag)
 
     def _estimated(self, batches: Iterable[Any], names: list[str]) -> Reduction:
         """What all workers see of these sites' inputs when they run the model on batches."""
-        moments = estimate(self.model, batches, self.timetable.samples, None, self.workers, names)
+        samples = self.timetable.samples or None
+        moments = estimate(self.model, batches, samples, None, self.workers, names)
         self._watch_anew(names)
         return Reduction(moments, self.workers)
 
@@ -358,7 +378,8 @@ class Refresher:
         if not ready:
             warnings.warn(
                 "no whitened layer saw two samples before a refresh was due; whitening stays as it is. "
-                "Are forwards run in training mode, on the model that the optimizer was given?",
+                "Are forwards run in training mode, on the model that the optimizer was given (and was it compiled "
+                "only after that)?",
                 stacklevel=3,
             )
             return
@@ -368,18 +389,19 @@ class Refresher:
         self._whiten(reduction, ready, lag)
         self._close_windows({name: reduction.examples[name] for name in ready})
 
-    def _whiten(self, reduction: Reduction, names: list[str], lag: int) -> None:
+    def _whiten(self, reduction: Reduction, names: list[str], lag: int, gradients: bool = False) -> None:
         """Give these sites the whitenings of all workers' moments, now or later."""
-        requests = requests_of(self.sites, {name: reduction.moments[name] for name in names}, self.eps)
-        share = partial(compute, requests, self.eps, reduction, self.workers)
+        moments = {name: reduction.moments[name] for name in names}
+        requests = requests_of(self.sites, moments, self.damping, linear_of(self.optimizer))
+        share = partial(compute, requests, reduction, self.workers)
         if lag == 0:
-            self._change(collect(share(), self.workers))
+            self._change(collect(share(), self.workers), gradients)
         else:
             self._pending.start(share, self.updates + lag)
 
-    def _change(self, new: dict[str, Whitening]) -> None:
+    def _change(self, new: dict[str, Whitening], gradients: bool = False) -> None:
         """Go over to new coordinates."""
-        adopt_(self.sites, new, self.optimizer, self.on_refresh, self.workers)
+        adopt_(self.sites, new, self.optimizer, self.state_on_refresh, self.workers, gradients)
         self.renewed(self.sites[name][1] for name in new)
 
     def finish(self) -> None:
@@ -389,15 +411,16 @@ class Refresher:
 
     def renewed(self, sites: Iterable[Site]) -> None:
         """Forget what was measured of these sites in other coordinates than they have now."""
-        changed = {id(site) for site in sites}
-        self._watch_anew(name for name, (_, site) in self.sites.items() if id(site) in changed)
-        for _, site in self.sites.values():
-            if site.spread is not None and id(site) in changed:
-                site.spread.take()
+        changed = set(sites)
+        self._watch_anew(name for name, (_, site) in self.sites.items() if site in changed)
+        for site in changed:
+            spread = spread_of(site)
+            if spread is not None:
+                spread.take()
 
     def _watch_anew(self, names: Iterable[str]) -> None:
-        """With an automatic period: these sites were refreshed, or will be; let drift be measured from now."""
-        if self.timetable.period == "auto":
+        """Where drift decides: these sites were refreshed, or will be; let drift be measured from now."""
+        if self.timetable.by_drift:
             for name in names:
                 self._watch.begin(name)
 
@@ -419,13 +442,13 @@ class Refresher:
         self.windows.measure(self.windows.examples(), self.updates)
         coming = self.next_refresh()
         for name, (_, site) in self.sites.items():
-            if site.inputs is not None and not self.timetable.window_is_due(name, self.updates, coming):
+            if site.window is not None and not self.timetable.window_is_due(name, self.updates, coming):
                 self._drop_window(name)
 
     def _drop_window(self, name: str) -> None:
         """Gather nothing more of a site, and forget what was."""
         self.windows.close(name)
-        if self.gradients is not None and self.gradients.needs_windows:
+        if self.gradients is not None:
             self.sites[name][1].outputs = None
 
     def _open_windows(self) -> None:
@@ -434,11 +457,11 @@ class Refresher:
             if name not in trained:
                 self._drop_window(name)
                 continue
-            if site.inputs is None and (
+            if site.window is None and (
                 self.source == "ema" or self.timetable.window_is_due(name, self.updates, coming)
             ):
                 self.windows.open(name, self.updates)
-            if site.inputs is not None and self.gradients is not None:
+            if site.window is not None and self.gradients is not None:
                 self.gradients.open(name)
         if self.source == "ema":
             self.windows.fade_after_update(self.timetable.samples)

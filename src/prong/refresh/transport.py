@@ -1,8 +1,7 @@
-"""What happens to an optimizer's state when whitened coordinates change (explicit form)."""
+"""What happens to an optimizer's state when whitened coordinates change, where it holds V and d."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from prong.core.coordinates import Pair, Transition, transport_gradient, transport_square, transport_velocity
-from prong.layers import Explicit, Site, WhitenedLayer
+from prong.layers import Kind, Site
 
 Transport = Callable[[Tensor, Tensor | None, Transition], Pair]
 Update = tuple[Tensor, Tensor]  # a tensor, and the value it is to take
@@ -34,22 +33,47 @@ TRANSPORTS: dict[type[Optimizer], dict[str, Transport]] = {
     },
     torch.optim.Muon: {"momentum_buffer": transport_gradient},
 }
+# What is done with an optimizer that nobody knows: its averages of gradients are carried over, everything else is kept,
+# as "zca" coordinates change little from one refresh to the next.
+UNKNOWN: dict[str, Transport] = dict.fromkeys(
+    ("exp_avg", "momentum_buffer", "momentum", "exp_avg_slow"), transport_gradient
+)
 
 
-def transports_of(optimizer: Optimizer) -> dict[str, Transport] | None:
-    """How each entry of the optimizer's state moves, or None if nobody knows."""
-    for kind, transports in TRANSPORTS.items():
-        if isinstance(optimizer, kind):
-            return transports
-    return None
+def rule_of(optimizer: Optimizer, parameter: Tensor) -> type[Optimizer]:
+    """The class of torch's optimizer, or of another, that trains a parameter; of mixed ones, its part."""
+    mixed: Callable[[Tensor], type[Optimizer]] | None = getattr(optimizer, "rule_of", None)
+    return type(optimizer) if mixed is None else mixed(parameter)
 
 
-def plan_parameters(layer: Explicit, site: Site, transition: Transition) -> list[Update]:
+def is_linear(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Whether steps are linear in the gradient, so that natural gradients are all they need."""
+    return issubclass(rule_of(optimizer, parameter), torch.optim.SGD)
+
+
+def transports_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Transport] | None:
+    """How each entry of a parameter's state moves, or None if nobody knows."""
+    rule = rule_of(optimizer, parameter)
+    return next((moves for kind, moves in TRANSPORTS.items() if issubclass(rule, kind)), None)
+
+
+def keeps_state(optimizer: Optimizer, layer: Kind, site: Site) -> bool:
+    """Whether the state of a site's parameters has a meaning in its next coordinates; else it begins anew.
+
+    State that nobody knows is kept where coordinates change little: in a "zca" basis, once inputs are whitened.
+    """
+    weight, _ = layer.pair(site)
+    if layer.coordinates(site) is None or transports_of(optimizer, weight) is not None:
+        return True
+    return layer.basis == "zca" and site.whitening is not None
+
+
+def plan_parameters(held: tuple[Tensor, Tensor | None], site: Site, transition: Transition) -> list[Update]:
     """The new V and d of a site: the same function in new coordinates."""
-    return _moved(site, *layer.pair(site), transition, transport_velocity)
+    return _moved(site, *held, transition, transport_velocity)
 
 
-def plan_gradients(layer: Explicit, site: Site, transition: Transition) -> list[Update]:
+def plan_gradients(layer: Kind, site: Site, transition: Transition) -> list[Update]:
     """The new gradients of V and d, where there are any."""
     V, d = layer.pair(site)
     if V.grad is None:
@@ -57,18 +81,17 @@ def plan_gradients(layer: Explicit, site: Site, transition: Transition) -> list[
     return _moved(site, V.grad, None if d is None else d.grad, transition, transport_gradient)
 
 
-def plan_state(optimizer: Optimizer, layer: Explicit, site: Site, transition: Transition) -> list[Update]:
+def plan_state(optimizer: Optimizer, layer: Kind, site: Site, transition: Transition) -> list[Update]:
     """The new values of the optimizer's state for V and d, carried over."""
-    transports = transports_of(optimizer)
-    V, d = layer.pair(site)
+    weight, bias = layer.pair(site)
     updates: list[Update] = []
-    if transports is None or V not in optimizer.state:
+    if weight not in optimizer.state:
         return updates
-    state_V, state_d = optimizer.state[V], {} if d is None else optimizer.state.get(d, {})
-    for key, transport in transports.items():
+    state_V, state_d = optimizer.state[weight], {} if bias is None else optimizer.state.get(bias, {})
+    for key, transport in (transports_of(optimizer, weight) or UNKNOWN).items():
         value = state_V.get(key)
-        if isinstance(value, Tensor) and value.shape == V.shape:
-            updates += _moved(site, value, state_d.get(key), transition, transport)
+        if isinstance(value, Tensor) and value.numel() == weight.numel():
+            updates += _moved(site, value.view(weight.shape), state_d.get(key), transition, transport)
     return updates
 
 
@@ -79,27 +102,18 @@ def diagonal_powers(optimizer: Optimizer, V: Tensor) -> list[tuple[Tensor, int]]
     """V and its state, each with the power of s by which it is multiplied when U becomes diag(1/s) U."""
     state = optimizer.state.get(V, {})
     powers = [(V, 1)]
-    for key, transport in (transports_of(optimizer) or {}).items():
+    for key, transport in (transports_of(optimizer, V) or {}).items():
         value = state.get(key)
         if isinstance(value, Tensor) and value.shape == V.shape:
             powers.append((value, _POWERS[transport]))
     return powers
 
 
-def reset_state(optimizer: Optimizer, layer: WhitenedLayer, site: Site) -> None:
-    """Forget the state of a site's parameters; torch's optimizers start it again."""
+def reset_state(optimizer: Optimizer, layer: Kind, site: Site) -> None:
+    """Forget the state of a site's parameters; optimizers start it again."""
     for parameter in layer.pair(site):
         if parameter is not None:
             optimizer.state.pop(parameter, None)
-
-
-def warn_unknown(optimizer: Optimizer) -> None:
-    """Say that the state of an optimizer we do not know is reset at each refresh."""
-    warnings.warn(
-        f"prong does not know how the state of {type(optimizer).__name__} changes with the coordinates: "
-        "it is reset at every refresh",
-        stacklevel=3,
-    )
 
 
 def _moved(
@@ -107,6 +121,8 @@ def _moved(
 ) -> list[Update]:
     precise = [None if x is None else x.to(transition.M.dtype) for x in (weight, bias)]
     assert precise[0] is not None
+    if transition.shift is None or bias is None or bias.dim() == 0:
+        precise[1] = None
     moved = site.unpacked(*transport(*site.packed(precise[0], precise[1]), transition))
     targets = (site.part(weight), site.part(bias))
     return [(t, m) for t, m in zip(targets, moved, strict=True) if t is not None and m is not None]

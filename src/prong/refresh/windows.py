@@ -12,9 +12,21 @@ from torch.utils.hooks import RemovableHandle
 from prong.core.moments import Window
 from prong.distributed.reduction import Reduction
 from prong.distributed.workers import Workers
-from prong.layers import Site, WhitenedLayer
+from prong.layers import Kind, Site
 from prong.layers.base import Owner
+from prong.layers.layout import Layout
 from prong.refresh.failures import OnFailure
+
+SHARE = 0.1  # of an update, for gathering
+
+
+def share_of_rows(layout: Layout) -> float:
+    """Which share of a batch's rows is looked at, so that it costs at most a tenth of what the layer's update does.
+
+    A row costs some 1.25 in times the size of a block, and 20 times in for what is not products; an update
+    6 in out taps.
+    """
+    return min(1.0, SHARE * 6 * layout.outputs * layout.taps / (1.25 * layout.features + 20))
 
 
 class Windows:
@@ -28,7 +40,7 @@ class Windows:
     def __init__(
         self,
         model: nn.Module,
-        sites: Mapping[str, tuple[WhitenedLayer, Site]],
+        sites: Mapping[str, tuple[Kind, Site]],
         owner: Owner,
         workers: Workers,
         fading: bool,
@@ -44,21 +56,27 @@ class Windows:
         rate = self._rates.get(name)
         return None if rate is None else math.ceil(samples / rate)
 
+    def first_opening(self, samples: int, coming: int) -> int:
+        """The update after which the first window opens that ends at the one that is coming."""
+        lengths = [self.updates(name, samples) for name in self._sites]
+        return coming - max((length for length in lengths if length is not None), default=coming)
+
     def open(self, name: str, now: int) -> None:
         """Begin to gather, unless that has begun."""
         layer, site = self._sites[name]
-        if site.inputs is None:
-            site.inputs = site.new_window(layer.pair(site)[0])
+        if site.window is None:
+            site.window = site.new_window(layer.pair(site)[0])
+            site.window.share = share_of_rows(site.layout)
             self._start[name] = now
 
     @property
     def gathering(self) -> bool:
         """Whether any is open."""
-        return any(site.inputs is not None for _, site in self._sites.values())
+        return any(site.window is not None for _, site in self._sites.values())
 
     def full(self, name: str, samples: int, now: int) -> bool:
         """Whether a window has seen so many examples; of several workers, by what it is known to gain per update."""
-        inputs, updates = self._sites[name][1].inputs, self.updates(name, samples)
+        inputs, updates = self._sites[name][1].window, self.updates(name, samples)
         if inputs is None:
             return False
         if self._fading or not (self._workers.alone or updates is None):
@@ -67,13 +85,13 @@ class Windows:
 
     def reduced(self, names: Iterable[str]) -> Reduction:
         """What the open ones of all workers hold, on its way."""
-        windows = {name: inputs for name in names if (inputs := self._sites[name][1].inputs) is not None}
+        windows = {name: inputs for name in names if (inputs := self._sites[name][1].window) is not None}
         moments = {name: inputs.moments for name, inputs in windows.items()}
         return Reduction(moments, self._workers, {name: inputs.examples for name, inputs in windows.items()})
 
     def examples(self) -> dict[str, float]:
         """How many the open ones of all workers hold."""
-        own = {name: inputs.examples for name, (_, site) in self._sites.items() if (inputs := site.inputs) is not None}
+        own = {name: inputs.examples for name, (_, site) in self._sites.items() if (inputs := site.window) is not None}
         return self._workers.total(own)
 
     def measure(self, examples: Mapping[str, float], now: int) -> None:
@@ -91,7 +109,7 @@ class Windows:
         """Let what is older than `samples` examples count less, given how many all workers have seen of late."""
         faded: set[int] = set()
         for name, seen in examples.items():
-            inputs = self._sites[name][1].inputs
+            inputs = self._sites[name][1].window
             if inputs is not None and id(inputs) not in faded:  # sites may share theirs
                 inputs.forget(seen / samples)
                 faded.add(id(inputs))
@@ -105,7 +123,7 @@ class Windows:
     def scale(self, weight: float) -> None:
         """Let everything they hold count so many times, as when it was saved by another number of workers."""
         if weight != 1:
-            for window in {id(site.inputs): site.inputs for _, site in self._sites.values()}.values():
+            for window in {id(site.window): site.window for _, site in self._sites.values()}.values():
                 if window is not None:
                     window.scale(weight)
 
@@ -117,23 +135,23 @@ class Windows:
             if id(moments) not in parts:  # what sites share, they go on sharing
                 parts[id(moments)] = Window(moments, reduction.examples[name])
                 parts[id(moments)].scale(1 / self._workers.size)
-            self._sites[name][1].inputs = parts[id(moments)]
+            self._sites[name][1].window = parts[id(moments)]
 
     def close(self, name: str) -> None:
         """Forget all of it."""
-        self._sites[name][1].inputs = None
+        self._sites[name][1].window = None
 
     def settle(self) -> None:
         """After an update: keep what was gathered for it."""
         for _, site in self._sites.values():
-            if site.inputs is not None:
-                site.inputs.settle()
+            if site.window is not None:
+                site.window.settle()
 
     def undo(self) -> None:
         """Take back what was gathered since the last update."""
         for _, site in self._sites.values():
-            if site.inputs is not None:
-                site.inputs.undo()
+            if site.window is not None:
+                site.window.undo()
 
     def watch_forwards(self) -> None:
         """Begin or cease to notice failures, as windows are open or not."""

@@ -21,10 +21,9 @@ EIGENBASIS = 15.0  # how many Cholesky factorisations an eigendecomposition cost
 
 def cost(request: Request) -> float:
     """What a factorisation costs, in products: in^3 per group, less where few directions are expected to remain."""
-    moments, _, basis, _, cutoff, expected = request
-    groups, features = moments.mean.shape
-    rank = expected if cutoff > 0 and expected else features
-    return groups * features**2 * rank * (EIGENBASIS if basis in ("pca", "zca") else 1.0)
+    groups, features = request.moments.mean.shape
+    rank = request.expected if request.cutoff > 0 and request.expected else features
+    return groups * features**2 * rank * (EIGENBASIS if request.basis in ("pca", "zca") else 1.0)
 
 
 def owners(costs: Mapping[K, float], size: int) -> dict[K, int]:
@@ -54,16 +53,16 @@ class Share:
     complete: bool = True
 
 
-def compute(requests: Requests, eps: float, reduction: Reduction, workers: Workers) -> Share:
+def compute(requests: Requests, reduction: Reduction, workers: Workers) -> Share:
     """This worker's share of what is wanted, once its moments have arrived. Another thread may do this."""
     if workers.alone:
-        return Share(factorise(requests, eps))
-    owner = owners({request: cost(request) for request, _ in requests.values()}, workers.size)
+        return Share(factorise(requests))
+    owner = owners({request: cost(request) for request in requests.values()}, workers.size)
     share = Share({}, complete=False)
     try:
-        mine = {name: wanted for name, wanted in requests.items() if owner[wanted[0]] == workers.rank}
-        reduction.wait({request[0] for request, _ in mine.values()})
-        share.whitenings = factorise(mine, eps, share.notes.append)
+        mine = {name: wanted for name, wanted in requests.items() if owner[wanted] == workers.rank}
+        reduction.wait({request.moments for request in mine.values()})
+        share.whitenings = factorise(mine, share.notes.append)
     except Exception as error:  # the others are waiting to hear of it
         share.error = error
     return share
