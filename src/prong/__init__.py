@@ -1,16 +1,17 @@
-"""Natural Neural Networks for PyTorch: whitened layers, PRONG and PRONG+ (Desjardins et al., NIPS 2015)."""
+"""Any optimizer in whitened coordinates, and Natural Neural Networks (Desjardins et al., NIPS 2015), for PyTorch."""
 
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from prong import distributed as distributed
+from prong.attachment import attach
 from prong.model.initialize import fan_in_, initialize_
 from prong.model.summary import summary
 from prong.model.whiten import fold_, ordinary_gradients, whiten_
-from prong.optimizers import PRONG
+from prong.optimizers import PRONG, AdamW, Muon
+from prong.options import Absolute, Auto, Every, Explicit, Implicit, Materialised, Never, OnDrift, WhitenOutputs
 from prong.refresh.apply import refresh_
-from prong.refresh.refresher import Refresher
 
 if TYPE_CHECKING:
     from prong.analysis import accuracy as accuracy
@@ -23,7 +24,18 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "PRONG",
-    "Refresher",
+    "Absolute",
+    "AdamW",
+    "Auto",
+    "Every",
+    "Explicit",
+    "Implicit",
+    "Materialised",
+    "Muon",
+    "Never",
+    "OnDrift",
+    "WhitenOutputs",
+    "attach",
     "fan_in_",
     "fold_",
     "initialize_",

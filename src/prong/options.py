@@ -102,18 +102,40 @@ class Materialised:
         _check_block(self.block)
 
 
+@dataclass(frozen=True)
+class Auto:
+    """The cheapest form for every layer: natural gradients at the step for SGD, and the materialised one for others.
+
+    Layers stay plain, and gradients mean what they mean without whitening. Layers that are too wide are whitened in
+    blocks, as large as the budget allows once the first batch has told what an update costs.
+
+    Args:
+        time: what whitening may cost, as a share of a layer's own update.
+        memory: the size that whitening matrices may have, as a share of the model's.
+    """
+
+    time: float = 0.2
+    memory: float = 1.0
+
+    name = "auto"
+
+    def __post_init__(self) -> None:
+        _check_positive("time", self.time)
+        _check_positive("memory", self.memory)
+
+
 Form = Implicit | Explicit | Materialised
-FORMS: dict[str, type[Form]] = {form.name: form for form in (Implicit, Explicit, Materialised)}
+FORMS: dict[str, type[Form | Auto]] = {form.name: form for form in (Auto, Implicit, Explicit, Materialised)}
 
 
-def as_form(form: str | Form) -> Form:
+def as_form(form: str | Form | Auto) -> Form | Auto:
     """A form by its name, with its defaults; or as it is."""
-    if isinstance(form, Implicit | Explicit | Materialised):
+    if isinstance(form, tuple(FORMS.values())):
         return form
     if not isinstance(form, str) or form not in FORMS:
         raise ValueError(
-            f"form is {', '.join(map(repr, FORMS))}, or one of prong.Implicit(...), prong.Explicit(...) and "
-            f"prong.Materialised(...); got {form!r}"
+            f"form is {', '.join(map(repr, FORMS))}, or one of prong.Auto(...), prong.Implicit(...), "
+            f"prong.Explicit(...) and prong.Materialised(...); got {form!r}"
         )
     return FORMS[form]()
 
@@ -206,6 +228,12 @@ class WhitenOutputs:
         if self.source not in ("empirical", "categorical", "bernoulli", "gaussian"):
             raise ValueError(f"source is 'empirical', 'categorical', 'bernoulli' or 'gaussian', got {self.source!r}")
         _check_positive("damping", self.damping)
+
+
+def check_trust(trust: float | None) -> None:
+    """Refuse a bound that is neither a positive finite number nor None."""
+    if trust is not None:
+        _check_positive("trust", trust)
 
 
 def told(options: Any) -> dict[str, Any]:

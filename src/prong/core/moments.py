@@ -230,6 +230,11 @@ class Window:
         self._fresh.add_zeros(zeros)
         self._fresh_examples += examples
 
+    def restart(self, moments: Moments) -> None:
+        """Go on with these moments instead, with no examples yet."""
+        self._settled, self.examples = moments, 0.0
+        self.undo()
+
     def undo(self) -> None:
         """Take back what was added since `settle`."""
         self._fresh, self._fresh_examples = self._settled.empty(), 0.0

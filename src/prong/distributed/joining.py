@@ -2,48 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
-
-if TYPE_CHECKING:
-    from prong.optimizers import PRONG
+from torch.optim import Optimizer
 
 
 class Shadow(JoinHook):
-    """Takes part in every exchange of the others' updates with nothing of its own, and ends with their momentum.
+    """Takes part in every exchange of the others' updates with nothing of its own, and ends with their state.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: the optimizer, whose parameters are all alike.
         model: what it was given as its model.
+        refresher: who keeps the model's whitening.
 
     Raises:
         ValueError: an optimizer whose updates cannot be followed from afar.
     """
 
-    def __init__(self, optimizer: PRONG, model: torch.nn.Module | None) -> None:
+    def __init__(self, optimizer: Optimizer, model: nn.Module | None, refresher: Any) -> None:
         if not isinstance(model, DistributedDataParallel):
             raise ValueError("to join, PRONG must know its DistributedDataParallel: give it that, not the model inside")
-        if any(layer.form == "explicit" for layer, _ in optimizer.refresher.sites.values()):
+        if any(layer.coordinates(site) is not None for layer, site in refresher.sites.values()):
             raise ValueError(
-                'uneven inputs need form="implicit": reprojections read weights that have stopped changing'
+                "uneven inputs need natural gradients, which SGD takes: where V and d are held, reprojections read "
+                "weights that have stopped changing"
             )
-        self._optimizer, self._model = optimizer, model
+        self._optimizer, self._model, self._refresher = optimizer, model, refresher
 
     def main_hook(self) -> None:
         """An update of the others."""
         if self._model.require_forward_param_sync:  # else they accumulate gradients, and no step follows
-            self._optimizer.refresher.shadow()
+            self._refresher.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Everyone is done: take momentum from one that was there until the end, as the model takes its parameters."""
-        workers = self._optimizer.refresher.workers
+        workers = self._refresher.workers
         source = max(rank for rank, last in enumerate(workers.meet(is_last_joiner)) if last)
         momenta = []
         for group in self._optimizer.param_groups:
-            for p in group["params"] if group["momentum"] else []:
+            for p in group["params"] if group.get("momentum") else []:
                 state = self._optimizer.state[p]
                 if state.get("momentum_buffer") is None:
                     state["momentum_buffer"] = torch.zeros_like(p)

@@ -17,6 +17,30 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements")  # a DTensor, whose class takes long to import
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This worker's part of a tensor."""
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[operator]
+    return part
+
+
+def spread_like(part: Tensor, like: Tensor) -> Tensor:
+    """The tensor of which every worker has a part, spread as another is."""
+    if not is_sharded(like):
+        return part
+    from torch.distributed.tensor import DTensor  # which takes long to import
+
+    whole: Any = like
+    return DTensor.from_local(
+        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def by_rows(tensor: Tensor) -> bool:
+    """Whether workers hold rows of a tensor, if they hold parts of it."""
+    placements = getattr(tensor, "placements", ())
+    return all(placement.is_replicate() or placement.is_shard(0) for placement in placements)
+
+
 def check_unsharded(model: nn.Module, what: str, cure: str) -> None:
     """Refuse what needs whole weights between updates.
 

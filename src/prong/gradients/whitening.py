@@ -1,4 +1,9 @@
-"""Whitening of backpropagated gradients, on top of that of activations: optional, off by default."""
+"""Whitening of backpropagated gradients, on top of that of activations: the paper's footnote, `W = R^T V U`.
+
+With delta the gradient of one example's loss with respect to a layer's output, `G = E[delta delta^T]` summed over
+positions, and `Q = R^T R = (G + damping * g I)^-1` with g the mean of G's diagonal, the step (nW, nb) becomes
+(Q nW, Q nb), in either form of the layer.
+"""
 
 from __future__ import annotations
 
@@ -8,194 +13,246 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from prong.core.precision import accumulation_dtype
-from prong.distributed.sharing import exchange, owners
+from prong.core.precision import accumulation_dtype, full_precision
 from prong.distributed.workers import ALONE, Workers
-from prong.gradients.outputs import GRADIENT_SOURCES, Gain, OutputGradients, precondition, sampled_output_gradient
-from prong.layers import Implicit, Site, WhitenedLayer
-from prong.refresh.hooks import before_step
+from prong.gradients.outputs import sampled_output_gradient
+from prong.layers import Kind, Site
+from prong.options import WhitenOutputs
+from prong.refresh.sharing import exchange, owners
 
-BALANCE = "balance"
-BALANCE_DECAY = 0.99  # of the running mean square, per update
-LossScale = float | Callable[[], float]
+LEAST = 1e-3  # of the largest mean square of any layer's output gradients: as small ones as that are damped alike
 
 
-class GradientWhitening:
-    """Multiplies the gradients of whitened layers by Q from the left, at each step of an optimizer.
+class OutputGradients:
+    """Second moments of per-example output gradients of one site, (groups, out, out).
 
-    Args:
-        sites: the whitened sites by name.
-        source: "balance" (a running number per layer, from the training gradients), "empirical" (a matrix per
-            layer, from the training gradients, hence of the labels in the data), or the distribution that the
-            model's output parametrises, "categorical", "bernoulli" or "gaussian" (a matrix per layer, from labels
-            drawn from the model: the Fisher's own). Forwards in eval mode do not count: what is trained in no other
-            takes the steps it would take without all this.
-        eps: damping of the matrices, relative to their mean diagonal. It does not stop them from growing without
-            bound as a network fits its data perfectly and its gradients vanish; the paper, too, found this version less
-            stable. Balance, which follows every update, is not so easily upset.
-        workers: those whose gradients count.
+    An example is an entry of the first dimension; positions and tokens of one example are summed. The calls of a module
+    that is called several times in a forward count as examples of their own.
 
     Attributes:
-        loss_scale: what the mean loss over a batch was multiplied by before `backward` (a GradScaler's scale, one
-            over the number of accumulation steps), as a number or a function that tells. Balance and the empirical
-            source are not linear in the gradient and must know.
+        scale: what turns a gradient of the training loss into one of an example's own loss, given the number of
+            examples: the mean over the batch is undone, and so is any loss scaling.
+        pending: outputs kept for a backward pass of our own (None: the training backward is listened to).
+    """
+
+    def __init__(self, scale: Callable[[int], float] | None = None, own_backward: bool = False) -> None:
+        self.scale = scale
+        self.total: Tensor | None = None
+        self.examples = 0.0
+        self._settled: tuple[Tensor | None, float] = (None, 0.0)
+        self.pending: list[tuple[Tensor, int, int, int]] | None = [] if own_backward else None
+
+    def watch(self, z: Tensor, groups: int, channels_at: int, examples_at: int = 0) -> Tensor:
+        """See to it that the gradient of z arrives here; what others are to go on with in its place."""
+        if self.pending is not None:
+            self.pending.append((z, groups, channels_at, examples_at))
+        else:
+            z.register_hook(lambda delta: self._arrived(delta, groups, channels_at, examples_at))  # type: ignore[no-untyped-call]
+        # Activations may work in place: what is pending would then be their output, and a view would lose its hooks.
+        return z.clone() if self.pending is not None or z._is_view() else z
+
+    def _arrived(self, delta: Tensor | None, *where: int) -> None:
+        if delta is not None:  # some functions send nothing back
+            self.add(delta, *where)
+
+    def settle(self) -> None:
+        """Keep what was added."""
+        self._settled = self.total, self.examples
+
+    def undo(self) -> None:
+        """Take back what was added since `settle`."""
+        self.total, self.examples = self._settled
+        if self.pending is not None:
+            self.pending = []
+
+    def add(self, delta: Tensor, groups: int, channels_at: int, examples_at: int = 0) -> None:
+        """Add the output gradients of a batch, shaped as the output."""
+        examples = delta.shape[examples_at] if delta.dim() >= 1 - channels_at else 1
+        second = _second_moment(delta.detach(), groups, channels_at)
+        if self.scale is not None:
+            second = second * self.scale(examples) ** 2
+        if (second.abs() < math.inf).all():  # or it is an overflow that a GradScaler is about to skip
+            self.total = second if self.total is None else self.total + second
+            self.examples += examples
+
+    def flat(self, zeros: Tensor) -> Tensor:
+        """Total and examples in one piece; the total has the shape of `zeros`."""
+        total = zeros if self.total is None else self.total
+        return torch.cat([total.reshape(-1), zeros.new_full((1,), self.examples)])
+
+    def take_over(self, flat: Tensor, shape: torch.Size) -> None:
+        """Let this stand in the place of what `flat` gave."""
+        self.examples = float(flat[-1])
+        self.total = flat[:-1].view(shape).clone() if self.examples > 0 else None
+
+    def decay(self, weight: float) -> None:
+        """Let everything seen so far count `weight` times as much."""
+        if self.total is not None:
+            self.total, self.examples = self.total * weight, self.examples * weight
+
+    @property
+    def size(self) -> float:
+        """The mean square of an output's gradient."""
+        if self.total is None:
+            return 0.0
+        return float(self.total.diagonal(dim1=-2, dim2=-1).mean()) / self.examples
+
+    def preconditioner(self, damping: float, least: float) -> Tensor | None:
+        """Q, with a damping relative to G's size, which counts as at least so large; None if nothing is known."""
+        size = max(self.size, least)
+        if self.total is None or size <= 0:
+            return None
+        G = (self.total / self.examples).double()
+        G.diagonal(dim1=-2, dim2=-1).add_(damping * size)
+        L, info = torch.linalg.cholesky_ex(G)
+        return torch.cholesky_inverse(L).to(self.total.dtype) if not info.any() else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was gathered so far."""
+        return {"total": self.total, "examples": self.examples}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Continue from what `state_dict` gave."""
+        self.total = None if state["total"] is None else state["total"].to(device, copy=True)
+        self.examples = float(state["examples"])
+        self.settle()
+
+
+class OutputWhitening:
+    """Multiplies the gradients of whitened layers by Q from the left, at each step of an optimizer.
+
+    Forwards in eval mode do not count: what is trained in no other takes the steps it would take without all this.
+
+    Args:
+        model: the model.
+        sites: the whitened sites by name.
+        options: where labels come from, and the damping.
+        workers: those whose gradients count.
     """
 
     def __init__(
-        self, sites: Mapping[str, tuple[WhitenedLayer, Site]], source: str, eps: float, workers: Workers = ALONE
+        self,
+        model: nn.Module,
+        sites: Mapping[str, tuple[Kind, Site]],
+        options: WhitenOutputs,
+        workers: Workers = ALONE,
     ) -> None:
-        if source not in (BALANCE, *GRADIENT_SOURCES):
-            raise ValueError(f"gradient_whitening is one of {', '.join(GRADIENT_SOURCES)}, got {source!r}")
-        self.sites = sites
-        self.source = source
-        self.eps = eps
-        self.workers = workers
-        self.loss_scale: LossScale = 1.0
+        self.sites, self.options, self.workers = sites, options, workers
         self.Q: dict[str, Tensor] = {}
         self._ordinary: list[tuple[Tensor, Tensor]] = []
         self._seed = torch.initial_seed()
         self._random: torch.Generator | None = None
         self._random_before: Tensor | None = None
-        self._handles: list[RemovableHandle] = []
+        self._handle: RemovableHandle | None = None
+        if self._sampled:
+            self._handle = model.register_forward_hook(_Draw(self))
+
+    @property
+    def source(self) -> str:
+        """Where labels come from."""
+        return self.options.source
 
     @property
     def _sampled(self) -> bool:
-        return self.source not in (BALANCE, "empirical")
-
-    @property
-    def needs_windows(self) -> bool:
-        """Whether matrices are gathered in the windows before a refresh."""
-        return self.source != BALANCE
+        return self.source != "empirical"
 
     def open(self, name: str) -> None:
         """Begin to gather a site's output gradients, unless that has begun."""
-        layer, site = self.sites[name]
+        _, site = self.sites[name]
         if site.outputs is None:
-            scale = None if self._sampled else self._per_example
-            site.outputs = OutputGradients(self.source == BALANCE, scale, own_backward=self._sampled)
-            # Of several workers, none can know the mean square of all in its own backward pass.
-            if self.source == BALANCE and isinstance(layer, Implicit) and self.workers.alone:
-                site.outputs.gain = site.gain = Gain()
+            site.outputs = OutputGradients(None if self._sampled else self._per_example, own_backward=self._sampled)
 
     def close(self, names: Iterable[str]) -> None:
         """Take the matrices of what was gathered; keep the last one where there was nothing."""
-        if self.source == BALANCE:
-            return
-        gathered = {name: outputs for name in names if (outputs := self.sites[name][1].outputs) is not None}
+        gathered = {name: outputs for name, outputs in self._gathered().items() if name in set(names)}
         self._add_up(gathered)
-        sizes = {name: float(self.sites[name][1].layout.outputs) ** 3 for name in gathered}
-        owner = owners(sizes, self.workers.size)
+        least = LEAST * max((outputs.size for outputs in gathered.values()), default=0.0)
+        owner = owners({name: float(self.sites[name][1].layout.outputs) ** 3 for name in gathered}, self.workers.size)
         mine = {
-            name: {"Q": x.preconditioner(self.eps)} for name, x in gathered.items() if owner[name] == self.workers.rank
+            name: {"Q": outputs.preconditioner(self.options.damping, least)}
+            for name, outputs in gathered.items()
+            if owner[name] == self.workers.rank
         }
-        for name, found in exchange(mine, self.workers).items():
-            if found["Q"] is not None:
-                self.Q[name] = found["Q"]
+        self.Q |= {name: found["Q"] for name, found in exchange(mine, self.workers).items() if found["Q"] is not None}
         for name in gathered:
             self.sites[name][1].outputs = None
 
     def share(self) -> None:
         """Give every worker the same part of what all have gathered, so that any of them can be saved for all."""
-        if self.source != BALANCE:  # whose numbers are the same for all
-            gathered = self._gathered()
-            self._add_up(gathered, 1 / self.workers.size)
-            for outputs in gathered.values():
-                outputs.settle()
-
-    def add_up(self) -> None:
-        """Before each step: let the numbers of balance be those of all workers."""
-        if self.source == BALANCE:
-            self._add_up(self._gathered())
+        gathered = self._gathered()
+        self._add_up(gathered, 1 / self.workers.size)
+        for outputs in gathered.values():
+            outputs.settle()
 
     def _gathered(self) -> dict[str, OutputGradients]:
-        return {name: outputs for name, (_, site) in self.sites.items() if (outputs := site.outputs) is not None}
+        found = {name: site.outputs for name, (_, site) in self.sites.items()}
+        return {name: outputs for name, outputs in found.items() if isinstance(outputs, OutputGradients)}
 
     def _add_up(self, gathered: Mapping[str, OutputGradients], weight: float = 1.0) -> None:
         """Let this part of what all workers have gathered stand in the place of each one's own."""
         if self.workers.alone:
             return
         zeros = {name: self._zeros(name) for name in gathered}
-        own = {name: outputs.own(zeros[name]) for name, outputs in gathered.items()}
-        self.workers.sum_(list(own.values()))()
+        flat = {name: outputs.flat(zeros[name]) for name, outputs in gathered.items()}
+        self.workers.sum_(list(flat.values()))()
         for name, outputs in gathered.items():
-            outputs.take_over(own[name] * weight, zeros[name])
+            outputs.take_over(flat[name] * weight, zeros[name].shape)
 
     def _zeros(self, name: str) -> Tensor:
         layer, site = self.sites[name]
         weight, outputs = layer.pair(site)[0], site.layout.outputs
-        shape = (site.layout.groups, *((1, 1) if self.source == BALANCE else (outputs, outputs)))
-        return weight.new_zeros(shape, dtype=accumulation_dtype(weight.dtype))
-
-    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """From now on, steps of this optimizer see preconditioned gradients; `.grad` is theirs only meanwhile."""
-        self._handles.append(before_step(optimizer, self._precondition))
-        if self._sampled:
-            self._handles.append(model.register_forward_hook(_Draw(self)))
-        if self.source == BALANCE:
-            for name in self.sites:
-                self.open(name)
+        return weight.new_zeros(site.layout.groups, outputs, outputs, dtype=accumulation_dtype(weight.dtype))
 
     def detach(self) -> None:
-        """Leave the model and the optimizer alone from now on."""
-        for handle in self._handles:
-            handle.remove()
+        """Leave the model alone from now on."""
+        if self._handle is not None:
+            self._handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """Matrices, what was gathered so far, and where the random numbers are."""
-        gathered = {name: outputs.state_dict() for name, outputs in self._gathered().items()}
-        random = self._random_before if self._random is None else self._random.get_state()
         return {
             "source": self.source,
-            "eps": self.eps,
             "Q": dict(self.Q),
-            "gathered": gathered,
+            "gathered": {name: outputs.state_dict() for name, outputs in self._gathered().items()},
             "seed": self._seed,
-            "random": random,
+            "random": self._random_before if self._random is None else self._random.get_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any], weight: float = 1.0) -> None:
         """Continue from what `state_dict` gave; what a worker had of its own is to count `weight` times."""
-        self.eps = float(state.get("eps", self.eps))
         devices = {name: layer.pair(site)[0].device for name, (layer, site) in self.sites.items()}
         self.Q = {name: Q.to(devices[name]) for name, Q in state["Q"].items()}
         self._seed, self._random = int(state["seed"]), None
         self._random_before = None if state["random"] is None else state["random"].cpu()
         for _, site in self.sites.values():
             site.outputs = None
-        for name, gathered in state["gathered"].items():
+        for name in state["gathered"]:
             self.open(name)
-            outputs = self.sites[name][1].outputs
-            assert outputs is not None
-            outputs.load_state_dict(gathered, devices[name])
-            if self.source != BALANCE:
-                outputs.decay(weight)
-                outputs.settle()
+        for name, outputs in self._gathered().items():
+            outputs.load_state_dict(state["gathered"][name], devices[name])
+            outputs.decay(weight)
+            outputs.settle()
 
     def settle(self) -> None:
         """After an update: keep what was gathered for it."""
-        for _, site in self.sites.values():
-            if site.outputs is not None:
-                if self.source == BALANCE:
-                    site.outputs.decay(BALANCE_DECAY)
-                site.outputs.settle()
+        for outputs in self._gathered().values():
+            outputs.settle()
         if self._random is not None:
             self._random_before = self._random.get_state()
 
     def undo(self) -> None:
         """Take back what was gathered since the last update."""
-        for _, site in self.sites.values():
-            if site.outputs is not None:
-                site.outputs.undo()
+        for outputs in self._gathered().values():
+            outputs.undo()
         self._random = None
 
     def _per_example(self, examples: int) -> float:
-        scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
+        scale = self.options.loss_scale() if callable(self.options.loss_scale) else self.options.loss_scale
         if not (math.isfinite(scale) and scale > 0):
             raise ValueError(f"loss_scale is positive and finite, got {scale}")
-        return examples / scale
+        return examples / float(scale)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         """A source of random numbers of our own, as the last update left it: the user's are left alone."""
@@ -208,7 +265,7 @@ class GradientWhitening:
 
     def draw(self, output: Any) -> None:
         """After a forward with open windows: backpropagate labels drawn from the model to every watched output."""
-        watched = [site.outputs for _, site in self.sites.values() if site.outputs is not None and site.outputs.pending]
+        watched = [outputs for outputs in self._gathered().values() if outputs.pending]
         pending = [(outputs, *entry) for outputs in watched for entry in outputs.pending or []]
         for outputs in watched:
             outputs.pending = []
@@ -216,8 +273,8 @@ class GradientWhitening:
             return
         if not isinstance(output, Tensor):
             raise TypeError(
-                f"gradient_whitening={self.source!r} needs a model whose output is one tensor of the distribution's "
-                f"parameters, got {type(output).__name__}; use gradient_whitening='empirical'"
+                f"WhitenOutputs(source={self.source!r}) needs a model whose output is one tensor of the distribution's "
+                f'parameters, got {type(output).__name__}; use source="empirical"'
             )
         drawn = sampled_output_gradient(output.detach(), self.source, self._generator(output.device))  # type: ignore[arg-type]
         deltas = torch.autograd.grad(
@@ -232,41 +289,31 @@ class GradientWhitening:
                 outputs.add(delta, *where)
 
     @torch.no_grad()
-    def _precondition(self) -> None:
-        self.add_up()
-        for name, (layer, site) in self.sites.items():
-            Q = self._due(name, site)
-            if Q is None:
-                continue
-            for parameter, pack, unpack in _packings(layer, site):
-                if parameter.grad is not None:
-                    self._ordinary.append((parameter, parameter.grad))
-                    part = site.part(parameter.grad)
-                    assert part is not None
-                    changed = unpack(precondition(pack(part), Q))
-                    if site.rows is not None and part is not parameter.grad:
-                        whole = parameter.grad.clone()
-                        site.write(whole, changed)
-                        changed = whole
-                    parameter.grad = changed
-
-    def _due(self, name: str, site: Site) -> Tensor | None:
-        """The Q of a site that its gradients are still to be multiplied by."""
-        if self.source != BALANCE or site.outputs is None:
-            return self.Q.get(name)
-        gain, outputs = site.gain, site.outputs
-        if gain is None or not gain.used or gain.value is None:
-            return outputs.preconditioner()
-        if not gain.late:
-            return None  # backward has done it
-        Q = outputs.preconditioner()  # of several passes, of which the first has told
-        return None if Q is None else Q / gain.value
+    def precondition(self) -> None:
+        """Before a step: put Q times the gradients in their place."""
+        for name, Q in self.Q.items():
+            layer, site = self.sites[name]
+            weight, bias = layer.pair(site)
+            whole = site.layout.whole
+            for parameter, pack, unpack in (
+                (weight, whole.pack, whole.unpack),
+                (bias, site.layout.pack_bias, lambda x: x.reshape(-1)),
+            ):
+                part = None if parameter is None else site.part(parameter.grad)
+                if parameter is None or parameter.grad is None or part is None:
+                    continue
+                self._ordinary.append((parameter, parameter.grad))
+                changed = unpack(_times(Q, pack(part)))
+                if part is not parameter.grad:
+                    rows, changed = changed, parameter.grad.clone()
+                    site.write(changed, rows)
+                parameter.grad = changed
 
     def restore(self) -> None:
         """After the step: give users their gradients back, and let go of outputs that were never used."""
-        for _, site in self.sites.values():
-            if site.outputs is not None and site.outputs.pending:
-                site.outputs.pending = []
+        for outputs in self._gathered().values():
+            if outputs.pending:
+                outputs.pending = []
         for parameter, gradient in reversed(self._ordinary):  # reversed: a parameter with three sites is met thrice
             parameter.grad = gradient
         self._ordinary = []
@@ -275,7 +322,7 @@ class GradientWhitening:
 class _Draw:
     """The model's forward hook; in a copy of the model it does nothing."""
 
-    def __init__(self, gradients: GradientWhitening | None = None) -> None:
+    def __init__(self, gradients: OutputWhitening | None = None) -> None:
         self._gradients = gradients
 
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -286,9 +333,15 @@ class _Draw:
         return _Draw, ()
 
 
-def _packings(layer: WhitenedLayer, site: Site) -> list[tuple[Tensor, Any, Any]]:
-    weight, bias = layer.pair(site)
-    packings: list[tuple[Tensor, Any, Any]] = [(weight, site.layout.whole.pack, site.layout.whole.unpack)]
-    if bias is not None:
-        packings.append((bias, site.layout.pack_bias, lambda x: x.reshape(-1)))
-    return packings
+def _second_moment(delta: Tensor, groups: int, channels_at: int) -> Tensor:
+    """delta^T delta of each group, (groups, out, out)."""
+    with full_precision(delta):
+        rows = torch.movedim(delta, channels_at, -1)
+        rows = rows.reshape(-1, groups, rows.shape[-1] // groups).transpose(0, 1).to(accumulation_dtype(delta.dtype))
+        return rows.mT @ rows
+
+
+def _times(Q: Tensor, gradient: Tensor) -> Tensor:
+    """Q times a packed gradient (groups, out, ...), for Q (groups, out, out)."""
+    flat = gradient.flatten(2) if gradient.dim() > 2 else gradient.unsqueeze(-1)
+    return (Q.to(gradient.dtype) @ flat).view(gradient.shape)

@@ -6,6 +6,7 @@ from torch import nn
 
 from prong.layers.attention import ExplicitMultiheadAttention, ImplicitMultiheadAttention
 from prong.layers.base import Explicit, Implicit, Kind, Site, WhitenedLayer, in_backward, trained_name
+from prong.layers.budget import Budget, largest_block
 from prong.layers.conv import (
     ExplicitConv1d,
     ExplicitConv2d,
@@ -56,6 +57,7 @@ FORMS: dict[str, dict[type[nn.Module], type[WhitenedLayer]]] = {
 __all__ = [
     "FORMS",
     "PLAIN",
+    "Budget",
     "Explicit",
     "Implicit",
     "Kind",
@@ -66,6 +68,7 @@ __all__ = [
     "Tap",
     "WhitenedLayer",
     "in_backward",
+    "largest_block",
     "plain_kind",
     "remove_taps_",
     "tap_of",

@@ -117,6 +117,13 @@ class Site:
         """Empty statistics of this site's inputs."""
         return Window(Moments(self.layout.matrices, self.layout.features, like.dtype, like.device))
 
+    def divide(self, block: int | None, like: Tensor) -> None:
+        """Whiten in blocks from now on, before anything was; a window begins anew."""
+        if block != self.layout.block:
+            self.layout = replace(self.layout, block=block)
+            if self.window is not None:
+                self.window.restart(self.new_window(like).moments)
+
     def part(self, tensor: Tensor | None) -> Tensor | None:
         """This site's rows of a weight, a bias, or anything of their shape; all of what is its alone."""
         if tensor is None or self.rows is None or tensor.shape[0] == self.layout.shape[0]:

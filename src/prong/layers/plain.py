@@ -14,6 +14,7 @@ An optimizer that is linear in the gradient (SGD) needs less: its step on V and 
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
@@ -23,13 +24,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from prong.core.coordinates import less_outer, natural_gradient, times, to_canonical
+from prong.core.coordinates import less_outer, natural_gradient, times, to_canonical, to_whitened
 from prong.core.whitening import Whitening
+from prong.distributed.sharding import local, spread_like
 from prong.layers.attention import AttentionKind, TappedMultiheadAttention
 from prong.layers.base import Kind, Site
 from prong.layers.conv import ConvKind, ConvTransposeKind
 from prong.layers.layout import Layout
-from prong.options import Basis, Materialised
+from prong.layers.budget import Budget
+from prong.options import Basis, Implicit, Materialised
 
 
 class Plain(Kind):
@@ -37,40 +40,44 @@ class Plain(Kind):
 
     Args:
         module: the layer.
-        options: how its coordinates are chosen.
-        natural: whether gradients are made natural instead of parameters exchanged for V and d.
-        thin: with natural gradients, whether directions with less variance than the damping count as without.
+        options: how: with `Implicit`, gradients are made natural instead of parameters exchanged for V and d.
+        budget: what whitening may cost, where blocks are to be chosen by that.
+
+    Attributes:
+        measured: whether steps are to be measured that natural gradients do not tell.
     """
 
-    form = "materialised"
-
-    def __init__(
-        self, module: nn.Module, options: Materialised | None = None, natural: bool = False, thin: bool = False
-    ) -> None:
-        self.module = module
-        self.options = options or Materialised()
-        self.natural, self.thin = natural, thin
+    def __init__(self, module: nn.Module, options: Materialised | Implicit, budget: Budget | None = None) -> None:
+        self.module, self.options, self.budget, self.measured = module, options, budget, False
         self.sites = self.make_sites(module)
         self.max_positions = None
         self.owner = None
         self._held: dict[str, Tensor] = {}
         self._kept: dict[Tensor, tuple[Tensor, Tensor | None]] = {}  # data and gradients of parameters, during a step
+        self._written: dict[str, tuple[int, Tensor]] = {}  # what parameters were when V and d were last written to them
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
     @property
-    def basis(self) -> Basis | None:  # noqa: D102
-        assert isinstance(self.options, Materialised)
-        return None if self.natural else self.options.basis
+    def form(self) -> str:  # type: ignore[override]
+        """By what name users know it."""
+        return self.options.name
 
     @property
-    def cutoff(self) -> float:  # noqa: D102
-        return 1.0 if self.thin and self.natural else 0.0
+    def natural(self) -> bool:
+        """Whether gradients are made natural, and nobody holds V and d."""
+        return isinstance(self.options, Implicit)
+
+    @property
+    def basis(self) -> Basis | None:  # noqa: D102
+        return self.options.basis if isinstance(self.options, Materialised) else None
 
     def stored(self, site: Site, whitening: Whitening) -> Whitening:
-        """As of any layer; U^-1 is not kept where it is U, scaled."""
+        """As of any layer, but for what is not needed: F, and a U^-1 that is U, scaled."""
         kept = super().stored(site, whitening)
+        if not self.measured:
+            kept = replace(kept, F=None)
         return replace(kept, U_inv=None) if self.basis == "pca" else kept
 
     def coordinates(self, site: Site) -> tuple[Tensor, Tensor | None] | None:  # noqa: D102
@@ -80,34 +87,78 @@ class Plain(Kind):
             if name is not None and name not in self._held:
                 parameter = self.parameter(name)
                 assert parameter is not None
-                self._held[name] = parameter.detach().clone(memory_format=torch.contiguous_format)
+                self._held[name] = local(parameter.detach()).clone(memory_format=torch.contiguous_format)
+            elif name is not None and site.whitening is None:
+                part = site.part(local(self._parameter(name)))
+                assert part is not None
+                site.write(self._held[name], part)
         return self._held[site.weight], None if site.bias is None else self._held[site.bias]
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        """Where somebody has changed W or b since they were written (a checkpoint loaded, say), let V and d follow."""
+        names = [name for name, mark in self._written.items() if not _is_as_then(self._parameter(name), mark)]
+        for site in self.sites if names else ():
+            if site.whitening is None or not {site.weight, site.bias} & set(names):
+                continue
+            weight, bias = self.pair(site)
+            whitened = to_whitened(*site.packed(local(weight), None if bias is None else local(bias)), site.whitening)
+            held = self.coordinates(site)
+            for target, value in zip(held or (), site.unpacked(*whitened), strict=True):
+                if target is not None and value is not None:
+                    site.write(target, value)
+        self._mark(names)
+
+    def _mark(self, names: Iterable[str]) -> None:
+        for name in names:
+            parameter = self._parameter(name)
+            self._written[name] = parameter._version, _sample(parameter).clone()
+
+    def _parameter(self, name: str) -> Tensor:
+        parameter = self.parameter(name)
+        assert parameter is not None
+        return parameter
 
     def release(self) -> None:
         """Forget V and d: W and b are what they stand for."""
-        self._held = {}
+        self.drop_step()
+        self._held, self._written = {}, {}
 
     def see(self, args: tuple[Any, ...], kwargs: dict[str, Any], sharing: Sharing) -> None:
         """Show the inputs of a call to whoever listens."""
         h = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
         if isinstance(h, Tensor):
             (site,) = self.sites
+            self.plan(h)
             self.observe(site, h, counted=sharing.joins(site, h))
+
+    def plan(self, *inputs: Tensor) -> None:
+        """At the first batch, which tells what an update costs: choose blocks that the budget allows."""
+        budget, self.budget = self.budget, None
+        if budget is not None:
+            for site, h in zip(self.sites, inputs, strict=True):
+                site.divide(budget.block(site.layout, self.rows(h), self.natural), self.pair(site)[0])
+
+    def rows(self, h: Tensor) -> float:
+        """At how many positions the weight meets inputs, in a call with this."""
+        return h.numel() / max(h.shape[-1], 1)
 
     @torch.no_grad()
     def enter(self) -> None:
         """Before a step: exchange gradients and, where they are held, parameters for those in whitened coordinates."""
+        self.catch_up()
         new: dict[Tensor, Tensor] = {}
         for site in self.sites:
             weight, bias = self.pair(site)
             if site.whitening is None or weight.grad is None:
                 continue
-            exchanged = self._exchanged(site, weight.grad, None if bias is None else bias.grad)
+            gb = None if bias is None or bias.grad is None else local(bias.grad)
+            exchanged = self._exchanged(site, local(weight.grad), gb)
             for parameter, gradient in zip((weight, bias), exchanged, strict=True):
                 if parameter is None or gradient is None:
                     continue
                 if site.rows is None:
-                    new[parameter] = gradient
+                    new[parameter] = spread_like(gradient, parameter)
                 else:
                     assert parameter.grad is not None
                     site.write(new.setdefault(parameter, parameter.grad.clone()), gradient)
@@ -116,18 +167,38 @@ class Plain(Kind):
             parameter.grad = gradient
         for parameter, value in self._values():
             if parameter in new:
-                parameter.data = value
+                parameter.data = spread_like(value, parameter)
 
     @torch.no_grad()
     def leave(self) -> None:
         """After a step: write W = V U and b = d - W c, and put gradients back."""
-        kept, self._kept = self._kept, {}
-        for parameter, (data, gradient) in kept.items():
-            parameter.data, parameter.grad = data, gradient
+        kept = self.drop_step()
         for site in [] if self.natural else self.sites:
             weight, bias = self.pair(site)
             if weight in kept:
-                self._materialise(site, weight.data, None if bias is None or bias not in kept else bias.data)
+                held = None if bias is None or bias not in kept else local(bias.data)
+                self._materialise(site, local(weight.data), held)
+        if kept and not self.natural:
+            self._mark(self._held)
+
+    def drop_step(self) -> dict[Tensor, Any]:
+        """Give parameters and gradients back as they were before the step."""
+        kept, self._kept = self._kept, {}
+        for parameter, (data, gradient) in kept.items():
+            parameter.data, parameter.grad = data, gradient
+        return kept
+
+    def ordinary(self, parameter: Tensor) -> Tensor | None:
+        """During a step: the gradient as the backward pass has given it."""
+        return self._kept[parameter][1] if parameter in self._kept else parameter.grad
+
+    def before_step(self, site: Site) -> Tensor:
+        """During a step: V as it was."""
+        weight, _ = self.pair(site)
+        assert site.whitening is not None
+        W = local(self._kept[weight][0])
+        V, _ = to_whitened(*site.packed(W, None), site.whitening)
+        return site.unpacked(V, None)[0]
 
     def _values(self) -> list[tuple[Tensor, Tensor]]:
         """Parameters with the V or d that stands for each."""
@@ -176,6 +247,19 @@ class Plain(Kind):
         return site.rows is None and len(layout.shape) == 2 and layout.matrices == 1 and not layout.transposed
 
 
+SAMPLE = 64  # entries of a parameter by which it is known again
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    part = local(parameter.detach())
+    return part[(slice(None, None, max(1, part.shape[0] // SAMPLE)), *(0,) * (part.dim() - 1))]
+
+
+def _is_as_then(parameter: Tensor, mark: tuple[int, Tensor]) -> bool:
+    version, sample = mark
+    return parameter._version == version and torch.equal(_sample(parameter), sample)
+
+
 class PlainLinear(Plain):
     """nn.Linear."""
 
@@ -204,11 +288,25 @@ class PlainAttention(Plain, AttentionKind):
     def see(self, args: tuple[Any, ...], kwargs: dict[str, Any], sharing: Sharing) -> None:  # noqa: D102
         given = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
         if len(given) == 3 and all(isinstance(h, Tensor) for h in given):
+            self.plan(*given)
             self.observe_inputs((given[0], given[1], given[2]))
 
 
+class PlainConv(Plain):
+    """What the convolutions share."""
+
+    stride: tuple[int, ...]
+    kernel_size: tuple[int, ...]
+
+    def rows(self, h: Tensor) -> float:  # noqa: D102
+        dims = len(self.kernel_size)
+        maps = h.shape[0] if h.dim() > dims + 1 else 1
+        per_map = math.prod(h.shape[-dims:])
+        return maps * (per_map if self.sites[0].layout.transposed else per_map / math.prod(self.stride))
+
+
 def _plain_kind(kind: type[Kind], torch_layer: type[nn.Module]) -> type[Plain]:
-    return type(f"Plain{torch_layer.__name__}", (Plain, kind), {"plain": torch_layer, "__doc__": f"{torch_layer}."})
+    return type(f"Plain{torch_layer.__name__}", (PlainConv, kind), {"plain": torch_layer, "__doc__": f"{torch_layer}."})
 
 
 PLAIN: dict[type[nn.Module], type[Plain]] = {
@@ -266,7 +364,10 @@ class Tap:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Show what the layer is called with to whoever listens."""
-        if self.layer is not None and any(site.listening for site in self.layer.sites):
+        if self.layer is not None and self.layer._kept:
+            self.layer.drop_step()  # which has failed
+        layer = self.layer
+        if layer is not None and (layer.budget is not None or any(site.listening for site in layer.sites)):
             self._look(args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # statistics are Python objects

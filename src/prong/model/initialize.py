@@ -13,14 +13,15 @@ from torch.distributed import ProcessGroup
 
 from prong.core.coordinates import to_canonical
 from prong.core.moments import Moments, Window
-from prong.core.whitening import Basis, Whitening, check_basis, check_eps, whiten
+from prong.core.whitening import Whitening, check_basis, eps_of, whiten
 from prong.distributed.reduction import Reduction
 from prong.distributed.sharding import check_unsharded
 from prong.distributed.workers import Workers, unwrapped
-from prong.layers import Explicit, Site, WhitenedLayer
+from prong.layers import Explicit, Kind, Site
 from prong.layers.layout import Layout
 from prong.model.estimate import Forward, as_batches, call_model, estimate, gathering, run_batches, undisturbed
 from prong.model.whiten import check_model, fold_, whiten_, whitened_sites
+from prong.options import Basis, Damping, check_damping
 from prong.refresh.apply import check_between_updates, rewhiten_
 
 Scheme = Callable[[Tensor], Any]
@@ -38,7 +39,7 @@ class _Reached(Exception):
 def initialize_(
     model: nn.Module,
     batches: Iterable[Any],
-    eps: float = 1e-2,
+    damping: Damping = 0.1,
     *,
     scheme: Scheme = fan_in_,
     basis: Basis = "pca",
@@ -56,18 +57,18 @@ def initialize_(
     Args:
         model: any module; layers that are frozen or could not be whitened keep their weights, and frozen biases stay.
         batches: an iterable of batches, gone through once per layer, or one tensor.
-        eps: damping.
+        damping: in units of the inputs' mean square; or `prong.Absolute`.
         scheme: an in-place initialiser of a weight such as `torch.nn.init.kaiming_normal_`.
         basis: the basis in which V is drawn ("pca", "zca", "cholesky").
         forward: how to run the model on a batch.
         process_group: the workers that take part; default: all.
 
     Raises:
-        ValueError: nothing to whiten, bad eps, batches the model cannot take, fewer than two samples.
+        ValueError: nothing to whiten, bad damping, batches the model cannot take, fewer than two samples.
         FloatingPointError: NaN or infinite activations. In every case the parameters are as they were.
     """
     check_model(model)
-    check_eps(eps)
+    check_damping(damping)
     check_basis(basis)
     check_unsharded(model, "whitened initialisation", "call it before fully_shard")
     check_between_updates()
@@ -81,9 +82,9 @@ def initialize_(
     before = [(p, p.detach().clone()) for p in model.parameters()]
     whitenings = [(site, site.whitening) for _, site in whitened_sites(model).values()]
     try:
-        _initialize_in_order(model, batches, eps, scheme, basis, forward, workers)
+        _initialize_in_order(model, batches, damping, scheme, basis, forward, workers)
         if not plain:
-            _refresh(model, batches, eps, forward, workers)
+            _refresh(model, batches, damping, forward, workers)
     except BaseException:
         with torch.no_grad():
             for parameter, value in before:
@@ -100,7 +101,7 @@ def initialize_(
 def _initialize_in_order(
     model: nn.Module,
     batches: Iterable[Any],
-    eps: float,
+    damping: Damping,
     scheme: Scheme,
     basis: Basis,
     forward: Forward | None,
@@ -113,6 +114,7 @@ def _initialize_in_order(
             for name in names:
                 layer, site = whitened_sites(model)[name]
                 try:
+                    eps = eps_of(damping, moments[name], site.layout.channels)
                     whitening = whiten(moments[name], eps, basis, layer.centred(site))
                 except (ValueError, FloatingPointError) as error:
                     raise type(error)(f"layer {name!r}: {error}") from None
@@ -138,9 +140,9 @@ def _next_inputs(
     }
     if not waiting:
         return None
-    first: list[WhitenedLayer] = []
+    first: list[Kind] = []
 
-    def stop(layer: WhitenedLayer) -> None:
+    def stop(layer: Kind) -> None:
         """Its own inputs are recorded when its forward ends; the first layer to end so is the next to draw."""
         if not first:
             first.append(layer)
@@ -171,7 +173,7 @@ def _next_inputs(
 
 
 @torch.no_grad()
-def _draw(layer: WhitenedLayer, site: Site, whitening: Whitening, scheme: Scheme) -> None:
+def _draw(layer: Kind, site: Site, whitening: Whitening, scheme: Scheme) -> None:
     """W = V U and b = -W c for a drawn V, written to whichever parameters the layer trains; a frozen b stays."""
     weight, bias = layer.pair(site)
     layout = site.layout
@@ -197,11 +199,13 @@ def _draw(layer: WhitenedLayer, site: Site, whitening: Whitening, scheme: Scheme
         layer.set_canonical(values)
 
 
-def _refresh(model: nn.Module, batches: Iterable[Any], eps: float, forward: Forward | None, workers: Workers) -> None:
+def _refresh(
+    model: nn.Module, batches: Iterable[Any], damping: Damping, forward: Forward | None, workers: Workers
+) -> None:
     sites = whitened_sites(model)
     moments = estimate(model, batches, None, forward, workers)
-    rewhiten_(sites, moments, eps, workers=workers)
+    rewhiten_(sites, moments, damping, workers=workers)
     windows = {id(m): Window(m) for m in moments.values()}  # what sites share, they go on sharing
     for name, (_, site) in sites.items():
-        if site.inputs is not None:  # an open window begins with what was seen here
-            site.inputs = windows[id(moments[name])]
+        if site.window is not None:  # an open window begins with what was seen here
+            site.window = windows[id(moments[name])]

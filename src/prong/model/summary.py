@@ -72,9 +72,9 @@ def _whitened_row(name: str, layer: WhitenedLayer, parameters: int) -> Row:
     open_window = False
     for site in layer.sites:
         held = [] if site.whitening is None else [x for _, x in site.whitening.items()]
-        if site.inputs is not None:
+        if site.window is not None:
             open_window = True
-            held += site.inputs.tensors()
+            held += site.window.tensors()
         tensors |= {id(x): x for x in held if isinstance(x, torch.Tensor)}
     layout, inputs = layer.sites[0].layout, [site.layout.inputs for site in layer.sites]
     size = "/".join(map(str, dict.fromkeys(inputs))) + (f" x {layout.groups} groups" if layout.groups > 1 else "")

@@ -18,13 +18,16 @@ from prong.distributed.sharding import check_unsharded
 from prong.layers import (
     FORMS,
     PLAIN,
+    Budget,
     Explicit,
+    Kind,
     Plain,
     Sharing,
     Site,
     Switch,
     Tap,
     WhitenedLayer,
+    largest_block,
     plain_kind,
     remove_taps_,
     tap_of,
@@ -33,7 +36,7 @@ from prong.layers import (
 from prong.layers.attention import TappedMultiheadAttention
 from prong.layers.plain import PlainAttention, PlainOutProjection
 from prong.options import Explicit as ExplicitOptions
-from prong.options import Form, Implicit, Materialised, as_form, check_count
+from prong.options import Auto, Form, Implicit, Materialised, as_form, check_count
 
 Layers = str | Iterable[str] | Callable[[str, nn.Module], bool] | None
 SUPPORTED = "Linear, Conv1d/2d/3d, ConvTranspose1d/2d/3d, MultiheadAttention and the Conv1D of transformers"
@@ -47,7 +50,7 @@ def check_model(model: nn.Module) -> None:
 
 def whiten_(
     model: nn.Module,
-    form: str | Form = "implicit",
+    form: str | Form | Auto = "implicit",
     *,
     layers: Layers = None,
     max_positions: int | None = None,
@@ -69,9 +72,9 @@ def whiten_(
     """
     check_model(model)
     options = as_form(form)
-    if isinstance(options, Materialised):
+    if isinstance(options, Auto | Materialised):
         raise ValueError(
-            "the materialised form leaves layers as they are, and is a matter of the optimizer: "
+            "this form leaves layers as they are, and is a matter of the optimizer: "
             'prong.AdamW(model, form="materialised") or prong.attach(model, optimizer)'
         )
     if isinstance(options, ExplicitOptions):
@@ -127,15 +130,25 @@ def swap_(
     return module
 
 
-def tap_(model: nn.Module, options: Materialised, natural: Callable[[nn.Module], bool]) -> dict[str, Plain]:
-    """Views of everything in a model that can be whitened, by name; the layers show them their inputs from now on."""
+def tap_(
+    model: nn.Module, choose_form: Callable[[type[Plain], nn.Module], Form | None], auto: Auto | None
+) -> dict[str, Plain]:
+    """Views of everything in a model that can be whitened, by name; the layers show them their inputs from now on.
+
+    `choose_form` tells for a layer what its view is to do, None to leave it alone. With `auto`, blocks are chosen by
+    its budget.
+    """
+    forms = {name: (module, kind, choose_form(kind, module)) for name, module, kind in _kinds(model)}
+    chosen = {name: found for name, found in forms.items() if found[2] is not None}
+    layouts = [site.layout for module, kind, _ in chosen.values() for site in kind.make_sites(module)]
+    entries = sum(p.numel() for p in model.parameters())
+    budget = None if auto is None else Budget(auto.time, largest_block(layouts, auto.memory * entries))
     views: dict[str, Plain] = {}
-    sharing = Sharing()
-    for name, module in choose(model, None).items():
-        kind = plain_kind(module)
-        assert kind is not None
-        views[name] = kind(module, options, natural(module))
+    for name, (module, kind, options) in chosen.items():
+        assert isinstance(options, Implicit | Materialised)
+        views[name] = kind(module, options, budget)
         label(name, views[name].sites, options.block)
+    sharing = Sharing()
     for name, view in views.items():
         if not isinstance(view, PlainOutProjection):
             view.module.register_forward_pre_hook(Tap(view, sharing), with_kwargs=True)
@@ -143,6 +156,33 @@ def tap_(model: nn.Module, options: Materialised, natural: Callable[[nn.Module],
             view.module.__class__ = TappedMultiheadAttention
             view.module.tap = views.get(f"{name}.out_proj" if name else "out_proj")  # type: ignore[assignment]
     return views
+
+
+def _kinds(model: nn.Module) -> Iterator[tuple[str, nn.Module, type[Plain]]]:
+    for name, module in choose(model, None).items():
+        kind = plain_kind(module)
+        assert kind is not None
+        yield name, module, kind
+
+
+def warn_of_rest(model: nn.Module, sites: Iterable[tuple[Kind, Site]]) -> None:
+    """Say so where less than half of a model's parameters are whitened, and which are not."""
+    whitened = {id(p) for layer, site in sites for p in layer.pair(site) if p is not None}
+    sizes = {id(p): p.numel() for p in model.parameters()}
+    share = sum(size for p, size in sizes.items() if p in whitened) / max(1, sum(sizes.values()))
+    if share >= 0.5:
+        return
+    left: dict[str, int] = {}
+    for name, module in model.named_modules():
+        own = sum(p.numel() for p in module._parameters.values() if p is not None and id(p) not in whitened)
+        if own:
+            left[f"{name or 'the model itself'} ({type(module).__name__})"] = own
+    largest = sorted(left, key=lambda name: -left[name])[:6]
+    warnings.warn(
+        f"only {share:.0%} of this model's parameters are whitened; the largest that are not: {', '.join(largest)}. "
+        "They are trained as without whitening; prong.summary(model) tells why.",
+        stacklevel=5,
+    )
 
 
 def fold_(model: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ from prong.distributed.consent import Consent
 from prong.distributed.reduction import Reduction
 from prong.distributed.sharding import reshard_
 from prong.distributed.workers import Workers
-from prong.gradients.whitening import GradientWhitening
+from prong.gradients.whitening import OutputWhitening
 from prong.layers import Kind, Plain, Site
 from prong.model.estimate import estimate
 from prong.options import Absolute, Damping, Every, OnDrift, Refresh
@@ -60,7 +60,7 @@ class Refresher:
         workers: Workers,
         given: nn.Module,
         plus: bool = False,
-        gradients: GradientWhitening | None = None,
+        gradients: OutputWhitening | None = None,
     ) -> None:
         self.model, self.sites, self.workers = model, sites, workers
         self._optimizer = weakref.ref(optimizer)
@@ -330,6 +330,11 @@ class Refresher:
             raise ValueError(f"this state is of training with {state['kind']}, not {self._kind()}")
         for name, (layer, site) in self.sites.items():
             check_site_state(name, layer, site, state["layers"][name])
+
+    @property
+    def released(self) -> bool:
+        """Whether its layers were given up."""
+        return self._released
 
     @property
     def folded(self) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from prong.core.coordinates import Pair, Transition, transport_gradient, transport_square, transport_velocity
+from prong.core.muon import OrthogonalMomentum
 from prong.layers import Kind, Site
 
 Transport = Callable[[Tensor, Tensor | None, Transition], Pair]
@@ -32,6 +33,7 @@ TRANSPORTS: dict[type[Optimizer], dict[str, Transport]] = {
         "grad_avg": transport_gradient,
     },
     torch.optim.Muon: {"momentum_buffer": transport_gradient},
+    OrthogonalMomentum: {"momentum_buffer": transport_gradient},
 }
 # What is done with an optimizer that nobody knows: its averages of gradients are carried over, everything else is kept,
 # as "zca" coordinates change little from one refresh to the next.
