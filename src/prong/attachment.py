@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -324,7 +323,9 @@ def _check_combination(
     for group in optimizer.param_groups:
         for option in ("capturable", "differentiable"):
             if group.get(option):
-                raise ValueError(f"{option}=True does not go with whitened coordinates, which Python exchanges at steps")
+                raise ValueError(
+                    f"{option}=True does not go with whitened coordinates, which Python exchanges at steps"
+                )
     if space not in ("whitened", "natural"):
         raise ValueError(f"space is 'whitened' or 'natural', got {space!r}")
     if layers and not isinstance(form, Auto) and any(layer.form != form.name for layer in layers):
@@ -339,7 +340,9 @@ def _check_combination(
             "or choose another form"
         )
     if space == "natural" and (explicit or isinstance(form, Materialised)):
-        raise ValueError(f"space='natural' is natural gradients, which is the implicit form and not the {form.name} one")
+        raise ValueError(
+            f"space='natural' is natural gradients, which is the implicit form and not the {form.name} one"
+        )
     if outputs is not None and not linear:
         raise ValueError(f"outputs are whitened for SGD, not for {kind}")
     if outputs is not None and isinstance(form, Materialised):

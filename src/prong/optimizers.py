@@ -137,9 +137,7 @@ class PRONG(Composite):
         if others is not None:
             wanted = set(map(id, _weights_and_biases(model)))
             mine, rest = _parted(mine, wanted)
-        super().__init__(
-            model, {torch.optim.SGD: (mine, own), torch.optim.AdamW: (rest, dict(others or {}))}, attached
-        )
+        super().__init__(model, {torch.optim.SGD: (mine, own), torch.optim.AdamW: (rest, dict(others or {}))}, attached)
 
 
 class AdamW(Composite):

@@ -1,4 +1,4 @@
-"""A bound on what one step may do: the change of a layer's pre-activations that it predicts, in RMS over data and units.
+"""A bound on what a step may do: the change of a layer's pre-activations that it predicts, in RMS over data and units.
 
 With V the weight in whitened coordinates, a step dV, dd changes the pre-activation of unit k by dV_k x + dd_k, where x
 has zero mean and at most unit covariance. So in RMS over the data it is changed by at most
@@ -138,7 +138,10 @@ def _of_gradient(layer: Kind, site: Site, weight: Tensor, bias: Tensor | None) -
         return predicted(layer, site, *(_units(site, None if p is None else p.grad) for p in (weight, bias)))
     total: Tensor | float = 0.0
     for p in pairs:
-        gradient, ordinary = _units(site, p.grad), _units(site, layer.ordinary(p) if isinstance(layer, Plain) else p.grad)
+        gradient, ordinary = (
+            _units(site, p.grad),
+            _units(site, layer.ordinary(p) if isinstance(layer, Plain) else p.grad),
+        )
         assert gradient is not None and ordinary is not None
         natural = isinstance(layer, Plain) and layer.natural
         total = total + (gradient * (ordinary if natural else gradient)).sum(dtype=torch.float64)

@@ -168,9 +168,7 @@ class Moments:
             self._dense = rows.mT @ rows if self._dense is None else torch.baddbmm(self._dense, rows.mT, rows)
             self._factors = []
 
-    def _merge(
-        self, count: float, mean: Tensor, factor: Tensor | None = None, scatter: Tensor | None = None
-    ) -> None:
+    def _merge(self, count: float, mean: Tensor, factor: Tensor | None = None, scatter: Tensor | None = None) -> None:
         """Merge a part whose scatter is `scatter` or `factor^T factor` (neither: zero)."""
         total = self.count + count
         delta = mean - self.mean

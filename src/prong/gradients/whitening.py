@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from prong.core.precision import accumulation_dtype, full_precision
+from prong.distributed.exchange import exchange, owners
 from prong.distributed.workers import ALONE, Workers
 from prong.gradients.outputs import sampled_output_gradient
 from prong.layers import Kind, Site
 from prong.options import WhitenOutputs
-from prong.refresh.sharing import exchange, owners
 
 LEAST = 1e-3  # of the largest mean square of any layer's output gradients: as small ones as that are damped alike
 

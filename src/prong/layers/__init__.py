@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from prong.layers.attention import ExplicitMultiheadAttention, ImplicitMultiheadAttention
-from prong.layers.base import Explicit, Implicit, Kind, Site, WhitenedLayer, in_backward, trained_name
+from prong.layers.base import Explicit, Implicit, Kind, OnFailure, Site, WhitenedLayer, in_backward, trained_name
 from prong.layers.budget import Budget, largest_block
 from prong.layers.conv import (
     ExplicitConv1d,
@@ -61,6 +61,7 @@ __all__ = [
     "Explicit",
     "Implicit",
     "Kind",
+    "OnFailure",
     "Plain",
     "Sharing",
     "Site",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -48,6 +49,23 @@ class Owner(Protocol):
 
     def renewed(self, sites: Iterable[Site]) -> None:
         """Forget what was measured of these sites in other coordinates than they have now."""
+
+
+class OnFailure:
+    """The model's forward hook while statistics are gathered; in a copy of the model it does nothing."""
+
+    def __init__(self, owner: Owner | None = None) -> None:
+        self._owner = owner
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Tell the owner, if this is called because of an exception."""
+        failed = output is None and sys.exc_info()[0] is not None  # torch calls it from its `except`
+        if failed and self._owner is not None and not in_backward():  # checkpointing stops forwards by exceptions
+            self._owner.undo()
+
+    def __reduce__(self) -> tuple[type[OnFailure], tuple[()]]:
+        return OnFailure, ()
 
 
 class Inputs(NamedTuple):

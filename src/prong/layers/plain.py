@@ -29,9 +29,9 @@ from prong.core.whitening import Whitening
 from prong.distributed.sharding import local, spread_like
 from prong.layers.attention import AttentionKind, TappedMultiheadAttention
 from prong.layers.base import Kind, Site
+from prong.layers.budget import Budget
 from prong.layers.conv import ConvKind, ConvTransposeKind
 from prong.layers.layout import Layout
-from prong.layers.budget import Budget
 from prong.options import Basis, Implicit, Materialised
 
 

@@ -35,8 +35,8 @@ from prong.layers import (
 )
 from prong.layers.attention import TappedMultiheadAttention
 from prong.layers.plain import PlainAttention, PlainOutProjection
-from prong.options import Explicit as ExplicitOptions
 from prong.options import Auto, Form, Implicit, Materialised, as_form, check_count
+from prong.options import Explicit as ExplicitOptions
 
 Layers = str | Iterable[str] | Callable[[str, nn.Module], bool] | None
 SUPPORTED = "Linear, Conv1d/2d/3d, ConvTranspose1d/2d/3d, MultiheadAttention and the Conv1D of transformers"

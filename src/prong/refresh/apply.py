@@ -20,8 +20,7 @@ from prong.layers import Implicit, Kind, Plain, Site, in_backward
 from prong.model.estimate import Forward, estimate
 from prong.model.whiten import check_model, whitened_sites
 from prong.options import Damping, check_count, check_damping
-from prong.refresh.factorise import Sites, requests_of
-from prong.refresh.sharing import collect, compute
+from prong.refresh.factorise import Sites, collect, compute, requests_of
 from prong.refresh.transport import (
     Update,
     is_linear,

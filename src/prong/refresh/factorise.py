@@ -1,10 +1,10 @@
-"""From moments to whitenings, site by site: what is wanted of each, and its factorisation."""
+"""From moments to whitenings, site by site: what is wanted of each, its factorisation, and who of several does it."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from prong.core.whitening import (
     whiten,
     whiten_together,
 )
+from prong.distributed.exchange import exchange, owners
+from prong.distributed.reduction import Reduction
+from prong.distributed.workers import Workers
 from prong.layers import Kind, Site
 from prong.options import Basis, Damping
 
@@ -147,3 +150,65 @@ def _whiten_batched(requests: Mapping[Request, float]) -> dict[Request, Whitenin
         )
         known |= {r: r.finish(w) for r, w in zip(group, together or [], strict=False)}
     return known
+
+
+EIGENBASIS = 15.0  # how many Cholesky factorisations an eigendecomposition costs, about
+
+
+def cost(request: Request) -> float:
+    """What a factorisation costs, in products: in^3 per group, less where few directions are expected to remain."""
+    groups, features = request.moments.mean.shape
+    rank = request.expected if request.cutoff > 0 and request.expected else features
+    return groups * features**2 * rank * (EIGENBASIS if request.basis in ("pca", "zca") else 1.0)
+
+
+@dataclass
+class Share:
+    """What one worker has computed of a refresh, which `collect` completes.
+
+    Attributes:
+        whitenings: by site.
+        notes: what users are to be warned of.
+        error: why there is no result.
+        complete: whether it is all of the refresh.
+    """
+
+    whitenings: dict[str, Whitening]
+    notes: list[str] = field(default_factory=list)
+    error: Exception | None = None
+    complete: bool = True
+
+
+def compute(requests: Requests, reduction: Reduction, workers: Workers) -> Share:
+    """This worker's share of what is wanted, once its moments have arrived. Another thread may do this."""
+    if workers.alone:
+        return Share(factorise(requests))
+    owner = owners({request: cost(request) for request in requests.values()}, workers.size)
+    share = Share({}, complete=False)
+    try:
+        mine = {name: wanted for name, wanted in requests.items() if owner[wanted] == workers.rank}
+        reduction.wait({request.moments for request in mine.values()})
+        share.whitenings = factorise(mine, share.notes.append)
+    except Exception as error:  # the others are waiting to hear of it
+        share.error = error
+    return share
+
+
+def collect(share: Share, workers: Workers) -> dict[str, Whitening]:
+    """The whitenings of all sites, the same bits for everyone.
+
+    Raises:
+        Exception: what any worker's share has failed with, on all of them.
+    """
+    if share.complete:
+        return share.whitenings
+    names: dict[int, list[str]] = {}  # of sites that share a whitening
+    for name, whitening in share.whitenings.items():
+        names.setdefault(id(whitening), []).append(name)
+    mine = {tuple(several): dict(share.whitenings[several[0]].items()) for several in names.values()}
+    for notes in workers.meet(share.notes, share.error):
+        for note in notes:
+            warnings.warn(note, stacklevel=3)
+    found = exchange(mine, workers)
+    whitenings = {several: Whitening(**fields) for several, fields in found.items()}
+    return {name: whitening for several, whitening in whitenings.items() for name in several}

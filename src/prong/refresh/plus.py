@@ -17,9 +17,9 @@ from prong.distributed.reduction import summed
 from prong.distributed.workers import ALONE, Workers
 from prong.layers import Site
 from prong.layers.base import Inputs
+from prong.refresh.drift import zeros_of
 from prong.refresh.factorise import Sites
 from prong.refresh.transport import diagonal_powers
-from prong.refresh.watching import zeros_of
 
 DECAY = 0.9  # of the running average, per update
 

@@ -24,13 +24,11 @@ from prong.model.estimate import estimate
 from prong.options import Absolute, Damping, Every, OnDrift, Refresh
 from prong.refresh.apply import OnRefresh, adopt_, assign_, check_between_updates, linear_of
 from prong.refresh.background import Background
-from prong.refresh.factorise import requests_of
+from prong.refresh.drift import Watch
+from prong.refresh.factorise import Share, collect, compute, requests_of
 from prong.refresh.plus import Spread, rescale_, spread_of
-from prong.refresh.sharing import Share, collect, compute
+from prong.refresh.schedule import Timetable, Windows
 from prong.refresh.state import check_site_state, restore_site, site_state
-from prong.refresh.timing import Timetable
-from prong.refresh.watching import Watch
-from prong.refresh.windows import Windows
 
 
 class Refresher:
@@ -130,7 +128,11 @@ class Refresher:
     def before_step(self) -> None:
         """Ask the other workers; and before the first update, whiten by what its forwards have seen."""
         self._consent.ask()
-        if self.updates > 0 or not self.timetable.at_once or any(s.whitening is not None for _, s in self.sites.values()):
+        if (
+            self.updates > 0
+            or not self.timetable.at_once
+            or any(s.whitening is not None for _, s in self.sites.values())
+        ):
             return
         self._note_fixed_biases()
         names = self._trained()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prong.core.whitening import Whitening
 from prong.layers import Kind, Site
-from prong.refresh.windows import share_of_rows
+from prong.refresh.schedule import share_of_rows
 
 
 def site_state(layer: Kind, site: Site) -> dict[str, Any]:

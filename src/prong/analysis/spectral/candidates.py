@@ -9,8 +9,8 @@ from torch import nn
 
 from prong.analysis.observation import Listener
 from prong.analysis.spectral.probing import Compressible
+from prong.layers import OnFailure
 from prong.model.whiten import shared_parameters, why_not
-from prong.refresh.failures import OnFailure
 
 OWN_HOOKS = (OnFailure, Listener)  # which do nothing in copies
 COMPRESSIBLE: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
