@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import prong
+from prong.attachment import attachment_of
+from prong.layers import Site
+from prong.model.whiten import whitened_sites
+from prong.refresh.refresher import Refresher
+
 DOUBLE = torch.float64
+FORMS = ("auto", "implicit", "explicit", "materialised")
+KINDS = {"PRONG": prong.PRONG, "AdamW": prong.AdamW, "Muon": prong.Muon}
+OPTIMIZERS = {  # natural gradients, which make an implicit layer, are for SGD
+    f"{name}-{form}": partial(kind, form=form)
+    for name, kind in KINDS.items()
+    for form in FORMS
+    if name == "PRONG" or form != "implicit"
+}
+
+
+def refresher_of(optimizer: torch.optim.Optimizer) -> Refresher:
+    return attachment_of(optimizer).refresher
+
+
+def site_of(model: nn.Module, name: str = "0") -> Site:
+    return whitened_sites(model)[name][1]
 
 
 def mlp(bias: bool = True, dtype: torch.dtype = DOUBLE, seed: int = 0) -> nn.Sequential:
@@ -96,3 +121,11 @@ def tensors(state):
     if isinstance(state, dict):
         return {key: tensors(value) for key, value in state.items() if not isinstance(value, str) and value is not None}
     return state
+
+
+def through_a_file(state: Any) -> Any:
+    """A state as it is loaded from where it was saved."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)

@@ -22,6 +22,7 @@ from prong.model.whiten import (
     nothing_to_whiten,
     tap_,
     warn_of_rest,
+    weights_and_biases,
     whiten_,
     whitened_layers,
     whitened_sites,
@@ -181,15 +182,29 @@ class Attachment:
         return (args[0], wrapped), {}
 
     def _enter(self, optimizer: Optimizer) -> None:
+        self.abandon()
         if self.refresher.updates == 0:
             self._check_company()
         self.refresher.before_step()
-        if self._outputs is not None:
-            self._outputs.precondition()
-        for view in self._views:
-            view.enter()
+        try:
+            if self._outputs is not None:
+                self._outputs.precondition()
+            for view in self._views:
+                view.enter()
+            if self._trust is not None:
+                self._trust.before(optimizer)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Put parameters and gradients back as they were before a step that has failed, if there is one."""
         if self._trust is not None:
-            self._trust.before(optimizer)
+            self._trust.restore()
+        for view in self._views:
+            view.drop_step()
+        if self._outputs is not None:
+            self._outputs.restore()
 
     def _post_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.refresher.released:
@@ -331,7 +346,8 @@ def _check_combination(
     if layers and not isinstance(form, Auto) and any(layer.form != form.name for layer in layers):
         raise ValueError(f"the model is whitened already, but not in the {form.name} form; prong.fold_(model) first")
     kind = type(optimizer).__name__
-    linear = all(is_linear(optimizer, p) for p in model.parameters())
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    linear = all(is_linear(optimizer, p) for p in weights_and_biases(model) if id(p) in held)
     explicit = isinstance(form, ExplicitOptions) or any(isinstance(layer, Explicit) for layer in layers)
     natural = isinstance(form, Implicit) or any(layer.form == "implicit" for layer in layers)
     if natural and space != "natural" and not linear:

@@ -14,8 +14,7 @@ from prong.attachment import attach, attachment_of
 from prong.core.muon import OrthogonalMomentum
 from prong.distributed.joining import Shadow
 from prong.distributed.workers import unwrapped
-from prong.layers import plain_kind
-from prong.model.whiten import check_model, shared_parameters, why_not
+from prong.model.whiten import check_model, weights_and_biases
 from prong.options import Auto, Damping, Form, Refresh
 
 Named = list[tuple[str, Tensor]]
@@ -51,10 +50,14 @@ class Composite(Optimizer, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for rule, part in self._parts.items():
-            part.param_groups = [group for group in self.param_groups if group["rule"] == rule]
-            part.state = self.state
-            part.step()
+        try:
+            for rule, part in self._parts.items():
+                part.param_groups = [group for group in self.param_groups if group["rule"] == rule]
+                part.state = self.state
+                part.step()
+        except BaseException:
+            attachment_of(self).abandon()
+            raise
         return loss
 
     def rule_of(self, parameter: Tensor) -> type[Optimizer]:
@@ -135,7 +138,7 @@ class PRONG(Composite):
         attached |= {"damping": damping, "form": form, "refresh": refresh}
         mine, rest = _named(model, params), []
         if others is not None:
-            wanted = set(map(id, _weights_and_biases(model)))
+            wanted = set(map(id, weights_and_biases(model)))
             mine, rest = _parted(mine, wanted)
         super().__init__(model, {torch.optim.SGD: (mine, own), torch.optim.AdamW: (rest, dict(others or {}))}, attached)
 
@@ -217,7 +220,7 @@ class Muon(Composite):
         attached, own = _divided(options)
         own |= {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         attached |= {"damping": damping, "form": form, "refresh": refresh, "space": space}
-        matrices = [p for p in _weights_and_biases(model) if p.dim() > 1][:-1]
+        matrices = [p for p in weights_and_biases(model) if p.dim() > 1][:-1]
         mine, rest = _parted(_named(model, None), set(map(id, matrices)))
         if not mine:
             raise ValueError("Muon needs hidden matrices or kernels, and this model has none; take prong.AdamW")
@@ -258,11 +261,3 @@ def _parted(params: list[Any], wanted: set[int]) -> tuple[list[Any], list[Any]]:
             [{"params": rest} for _, _, rest in parts if rest],
         )
     return [x for x in params if id(x[1]) in wanted], [x for x in params if id(x[1]) not in wanted]
-
-
-def _weights_and_biases(model: nn.Module) -> list[Tensor]:
-    """The parameters of all layers that are whitened or can be, in order."""
-    model = unwrapped(model)
-    shared = shared_parameters(model)
-    layers = [m for m in model.modules() if hasattr(m, "sites") or (plain_kind(m) and why_not(m, shared) is None)]
-    return [p for layer in layers for p in layer.parameters(recurse=False)]

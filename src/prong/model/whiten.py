@@ -10,11 +10,12 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from prong.distributed.sharding import check_unsharded
+from prong.distributed.workers import unwrapped
 from prong.layers import (
     FORMS,
     PLAIN,
@@ -304,6 +305,14 @@ def why_not(module: nn.Module, shared: set[int]) -> str | None:
     if any(min(site.layout.inputs, site.layout.outputs) < 1 for site in sites):
         return "it has no inputs or no outputs"
     return None
+
+
+def weights_and_biases(model: nn.Module) -> list[Tensor]:
+    """The parameters of all layers that are whitened or can be, in order."""
+    model = unwrapped(model)
+    shared = shared_parameters(model)
+    layers = [m for m in model.modules() if isinstance(m, WhitenedLayer) or (plain_kind(m) and not why_not(m, shared))]
+    return [p for layer in layers for p in layer.parameters(recurse=False)]
 
 
 def shared_parameters(model: nn.Module) -> set[int]:
