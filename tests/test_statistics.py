@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prong.core import moments as statistics
-from prong.core.moments import MeanSquare, Moments, accumulation_dtype
+from prong.core.moments import LEAST, MeanSquare, Moments, Window, sampled
+from prong.core.precision import accumulation_dtype
 from tests import reference
 from tests.closeness import assert_close
 
@@ -178,6 +178,17 @@ def test_the_scatter_is_held_as_a_thin_factor_while_there_are_fewer_rows_than_in
         assert_close(moments.factor.mT @ moments.factor, moments.scatter)
 
 
+SIZES = st.one_of(features, st.integers(60, 70), st.sampled_from([128, 255, 300]))
+
+
+@given(size=SIZES, rows=st.integers(1, 40))
+def test_rows_wait_until_they_are_as_many_as_inputs_and_no_more_than_two_matrices_are_held(size, rows):
+    moments = Moments(1, size)
+    for _ in range(2 * size // rows + 3):
+        moments.add(torch.randn(1, rows, size))
+        assert sum(x.numel() for x in moments.tensors()) - moments.mean.numel() < 2 * size**2 + 1
+
+
 @given(features, sizes, seeds)
 def test_the_factor_never_has_as_many_rows_as_inputs(features, sizes, seed):
     torch.manual_seed(seed)
@@ -185,9 +196,8 @@ def test_the_factor_never_has_as_many_rows_as_inputs(features, sizes, seed):
     for size in sizes:
         moments.add(randn(1, size, features))
         assert moments.factor is None or moments.factor.shape[1] < features
-        assert moments.factor is not None or not moments._factors  # its memory is given back
         held = moments.state_dict()
-        assert "scatter" in held or held["factor"].shape[1] < features
+        assert "factor" not in held or held["factor"].shape[1] < features
 
 
 # Rows of zeros
@@ -453,32 +463,85 @@ def test_batches_that_are_not_finite_count_only_where_there_is_no_other(factors,
         assert not squares.take().isfinite().any()
 
 
-def test_the_scatter_of_many_inputs_is_held_as_a_triangle_and_is_whole_when_read(monkeypatch):
-    monkeypatch.setattr(statistics, "block_rows", lambda size: 2)
-    batches = [randn(2, 9, 8) + 1, randn(2, 5, 8), randn(2, 20, 8) * 3]
-    moments = moments_of(*batches)
-    rows = torch.cat(batches, dim=1)
-    centred = rows - rows.mean(1, keepdim=True)
-    assert_close(moments.scatter, centred.mT @ centred)
-    held = sum(x.numel() for x in moments._dense.blocks)
-    assert held == 2 * (2 * 2 + 2 * 4 + 2 * 6 + 2 * 8) < 2 * 8 * 8
-    other = [randn(2, 30, 8)]
-    moments.merge(moments_of(*other))
-    copy = Moments(2, 8, torch.float64)
-    copy.load_state_dict(moments.state_dict())
-    monkeypatch.undo()  # one block holds all of it
-    for found in (moments, copy):
-        assert_close(found.scatter, moments_of(*batches, *other).scatter)
-    copy.decay(0.5)
-    assert_close(copy.scatter, moments.scatter / 2)
+# Some of the rows
 
 
-SIZES = st.one_of(st.integers(1, 8), st.integers(60, 70), st.sampled_from([128, 255, 300, 520]))
+@given(total=st.integers(1, 3000), share=st.floats(0.01, 1))
+def test_sampled_rows_are_different_ones(total, share):
+    count = max(1, round(share * total))
+    found = sampled(torch.arange(total).view(1, -1, 1).expand(2, -1, -1), count)
+    assert found.shape == (2, count, 1) and torch.equal(found[0], found[1])
+    assert len(found[0].unique()) == count
 
 
-@given(size=SIZES, rows=st.integers(1, 40))
-def test_no_more_than_the_square_of_the_inputs_is_held_however_many_rows_come(size, rows):
-    moments = Moments(1, size)
-    for _ in range(2 * size // rows + 3):
-        moments.add(torch.randn(1, rows, size))
-        assert sum(x.numel() for x in moments.tensors()) - moments.mean.numel() <= size**2
+@given(examples=st.integers(8, 300), positions=st.integers(2, 64), share=st.floats(0.05, 1))
+def test_sampled_rows_are_of_all_examples_alike_and_of_all_positions_equally_often(examples, positions, share):
+    """Rows lie in memory example by example: with a period they would be a column of a map, or a place in a text."""
+    count = max(LEAST, round(share * examples * positions))
+    rows = sampled(torch.arange(examples * positions).view(1, -1, 1), min(count, examples * positions)).flatten()
+    seen = torch.bincount(rows % positions, minlength=positions)
+    assert seen.max() - seen.min() <= 1
+    quarters = torch.bincount(rows * 4 // (examples * positions), minlength=4) / (len(rows) / 4)
+    assert 0.7 < quarters.min() and quarters.max() < 1.3
+
+
+# Windows
+
+
+@pytest.mark.parametrize(("share", "looked_at"), [(1.0, 640), (0.25, 160), (0.01, LEAST)])
+def test_a_window_looks_at_its_share_of_the_rows_and_counts_zeros_and_examples_in_proportion(share, looked_at):
+    rows = randn(2, 640, 3) + 1
+    window = Window(Moments(2, 3, torch.float64), share=share)
+    window.add(rows, zeros=128.0, examples=64.0)
+    part = looked_at / 640
+    assert_close(window.moments.count, 640 * part + 128 * part)
+    assert_close(window.examples, 64 * part)
+    assert_moments(
+        window.moments, torch.cat([sampled(rows, looked_at), torch.zeros(2, 1, 3)], 1), [1.0] * looked_at + [128 * part]
+    )
+
+
+def test_what_was_added_to_a_window_since_it_settled_can_be_taken_back():
+    first, second, third = randn(2, 9, 3), randn(2, 5, 3), randn(2, 7, 3)
+    window = Window(Moments(2, 3, torch.float64))
+    assert window.empty
+    window.add(first, 0.0, 9.0)
+    window.settle()
+    window.add(second, 2.0, 5.0)
+    window.undo()
+    window.add(third, 0.0, 7.0)
+    assert not window.empty
+    assert_moments(window.moments, torch.cat([first, third], dim=1))
+    assert window.examples == 16
+
+
+def test_a_window_that_restarts_forgets_rows_and_examples_but_not_its_share():
+    window = Window(Moments(1, 6, torch.float64), share=0.1)
+    window.add(randn(1, 700, 6), 0.0, 700.0)
+    window.settle()
+    window.add(randn(1, 700, 6), 0.0, 700.0)
+    window.restart(Moments(2, 3, torch.float64))
+    assert window.empty and window.examples == 0 and window.moments.count == 0
+    rows = randn(2, 700, 3)
+    window.add(rows, 0.0, 700.0)
+    assert_moments(window.moments, sampled(rows, 70))
+    assert_close(window.examples, 70.0)
+
+
+def test_windows_forget_and_scale_and_are_saved_with_what_has_not_settled():
+    first, second = randn(1, 8, 3), randn(1, 4, 3)
+    window = Window(Moments(1, 3, torch.float64))
+    window.add(first, 0.0, 8.0)
+    window.settle()
+    window.forget(0.25)
+    assert window.examples == 0
+    window.add(second, 0.0, 4.0)
+    resumed = Window(Moments(1, 3, torch.float64))
+    resumed.load_state_dict(window.state_dict())
+    resumed.undo()
+    assert_moments(resumed.moments, first, [0.75] * 8)
+    resumed.load_state_dict(window.state_dict())
+    for found in (window, resumed, window.to(randn(1))):
+        assert_moments(found.moments, torch.cat([first, second], dim=1), [0.75] * 8 + [1.0] * 4)
+        found.scale(0.5)
+        assert found.moments.count == 5 and found.examples == 2

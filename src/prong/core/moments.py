@@ -165,7 +165,8 @@ class Moments:
         """Add what is held as rows to the dense scatter, in one product."""
         if self._factors:
             rows = self._rows()
-            self._dense = rows.mT @ rows if self._dense is None else torch.baddbmm(self._dense, rows.mT, rows)
+            with full_precision(rows):
+                self._dense = rows.mT @ rows if self._dense is None else torch.baddbmm(self._dense, rows.mT, rows)
             self._factors = []
 
     def _merge(self, count: float, mean: Tensor, factor: Tensor | None = None, scatter: Tensor | None = None) -> None:
