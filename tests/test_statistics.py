@@ -482,7 +482,7 @@ def test_sampled_rows_are_of_all_examples_alike_and_of_all_positions_equally_oft
     seen = torch.bincount(rows % positions, minlength=positions)
     assert seen.max() - seen.min() <= 1
     quarters = torch.bincount(rows * 4 // (examples * positions), minlength=4) / (len(rows) / 4)
-    assert 0.7 < quarters.min() and quarters.max() < 1.3
+    assert quarters.min() > 0.7 and quarters.max() < 1.3
 
 
 # Windows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from prong.core.moments import Moments
-from prong.core.whitening import BASES, Whitening, WhiteningError, times_inverse, whiten, whiten_together
+from prong.core.whitening import (
+    BASES,
+    Whitening,
+    WhiteningError,
+    eps_of,
+    scaled,
+    times_inverse,
+    whiten,
+    whiten_together,
+)
+from prong.options import Absolute
 from tests import reference
 from tests.closeness import assert_close
 
@@ -510,22 +520,18 @@ def test_a_whitening_does_not_change():
 # Several at once ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("basis", [None, "pca", "zca", "cholesky"])
-@pytest.mark.parametrize("centred", [True, False])
-def test_moments_of_one_size_are_whitened_together_as_one_by_one(basis, centred):
-    torch.manual_seed(0)
-    several = []
-    for groups, rows in ((1, 30), (2, 50), (1, 9)):
-        m = Moments(groups, 6, torch.float64)
-        m.add(torch.randn(groups, rows, 6, dtype=torch.float64) @ torch.randn(6, 6, dtype=torch.float64) + 1)
-        several.append(m)
-    together = whiten_together(several, 0.1, basis, centred)
-    for one, m in zip(together, several, strict=True):
-        expected = whiten(m, 0.1, basis, centred)
-        assert one.eps == expected.eps
+@every_result
+@both_centrings
+def test_moments_of_one_size_are_whitened_together_as_one_by_one_each_with_its_own_damping(basis, centred):
+    shapes, damping = ((1, 30), (2, 50), (1, 9)), (0.1, 3.0, 1e-3)
+    several = [moments_of(randn(groups, rows, 6) @ randn(6, 6) + 1) for groups, rows in shapes]
+    together = whiten_together(several, damping, basis, centred)
+    for one, m, eps in zip(together, several, damping, strict=True):
+        expected = whiten(m, eps, basis, centred)
+        assert one.eps == expected.eps == eps
         for (key, x), (_, y) in zip(one.items(), expected.items(), strict=True):
-            if isinstance(y, torch.Tensor):
-                torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12, msg=lambda text, key=key: f"{key}: {text}")
+            if isinstance(y, Tensor):
+                torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11, msg=lambda text, key=key: f"{key}: {text}")
     assert together[0].P is None or together[0].P.untyped_storage().nbytes() == 36 * 8, (
         "no piece keeps the others alive"
     )
@@ -536,9 +542,104 @@ def test_what_one_by_one_must_do_is_not_done_together():
     good.add(torch.randn(1, 20, 4))
     few.add(torch.randn(1, 1, 4))
     broken.add(torch.randn(1, 20, 1).expand(-1, -1, 4) * 100)  # of rank one
-    assert whiten_together([good], 0.1) is None
-    assert whiten_together([good, few], 0.1) is None
-    assert whiten_together([good, broken], 1e-30) is None
+    assert whiten_together([good], [0.1]) is None
+    assert whiten_together([good, few], [0.1, 0.1]) is None
+    assert whiten_together([good, broken], [1e-30, 1e-30]) is None
+
+
+# Relative damping
+
+
+@every_kind
+def test_relative_damping_is_in_units_of_the_mean_of_the_raw_squares_not_of_the_variance(kind):
+    rows = inputs(kind)
+    groups, _, features = rows.shape
+    for moments in (moments_of(rows), dense(moments_of(rows))):
+        assert_close(eps_of(0.3, moments, groups * features), 0.3 * rows.square().mean().item())
+        assert eps_of(Absolute(0.3), moments, groups * features) == 0.3
+
+
+def test_inputs_that_fill_up_a_group_do_not_count_in_the_mean():
+    rows = torch.cat([randn(1, 20, 3) + 1, torch.cat([randn(1, 20, 2), torch.zeros(1, 20, 1)], dim=-1)])
+    eps = eps_of(1.0, moments_of(rows), 5)
+    assert_close(eps, rows.square().sum().item() / (20 * 5))
+
+
+@every_result
+def test_with_relative_damping_rescaled_inputs_are_whitened_to_the_same(basis):
+    rows, s = inputs("two groups"), 1e4
+    small, large = moments_of(rows), moments_of(s * rows)
+    w, W = (whiten(m, eps_of(0.1, m, 10), basis) for m in (small, large))
+    assert_close(W.c / s, w.c)
+    assert_close(W.eps / s**2, w.eps)
+    for name, power in (("U", 1), ("U_inv", -1), ("P", 2), ("F", -2)):
+        mine, theirs = getattr(w, name), getattr(W, name)
+        assert_close(None if theirs is None else theirs * s**power, mine)
+
+
+# A usual size
+
+
+@every_basis
+@pytest.mark.parametrize("kind", ["wide", "two groups", "dead unit", "far fewer samples than inputs"])
+def test_a_scaled_whitening_is_the_whitening_divided_by_one_number_free_of_units(kind, basis):
+    rows = inputs(kind)
+    channels = rows.shape[0] * rows.shape[2]
+    found = []
+    for s in (1.0, 1e3):
+        moments = moments_of(s * rows)
+        plain = whiten(moments, eps_of(0.1, moments, channels), basis)
+        w = scaled(plain, moments, channels)
+        assert_close(w.scale * w.U, plain.U)
+        assert_close(w.U @ w.inverse(), reference.eye(*w.U.shape[:2]))
+        assert_close(moments.mean_square(channels) * w.U.square().sum().item() / channels, 1.0)
+        assert (w.c is plain.c, w.eps) == (True, plain.eps)
+        found.append(w.scale)
+    assert_close(*found)
+
+
+@every_basis
+def test_the_scale_is_one_where_white_inputs_are_little_damped(basis):
+    rows = torch.linalg.qr(randn(2, 50, 6)).Q * 50**0.5
+    moments = moments_of(torch.cat([rows, -rows], dim=1))
+    assert_close(scaled(whiten(moments, 1e-11, basis), moments, 12).scale, 1.0)
+
+
+# The inverse, and what is inverted
+
+
+@every_kind
+@every_basis
+def test_the_inverse_of_a_pca_whitening_needs_no_matrix_of_its_own(kind, basis):
+    moments = moments_of(inputs(kind))
+    w = whiten(moments, EPS, basis)
+    assert w.inverse() is w.U_inv
+    if basis == "pca":
+        assert_close(replace(w, U_inv=None).inverse(), w.U_inv)
+        if moments.mean_square(7) > 0:
+            assert_close(replace(scaled(w, moments, 7), U_inv=None).inverse(), scaled(w, moments, 7).U_inv)
+
+
+@every_kind
+@both_centrings
+def test_damped_multiplies_by_the_damped_covariance(kind, centred):
+    rows = inputs(kind)
+    w = whiten(moments_of(rows), EPS, None, centred)
+    X = randn(rows.shape[0], 5, rows.shape[2])
+    assert_close(w.damped(X), X @ reference.damped(reference.covariance(rows, centred), EPS))
+    assert w.damped(X.float()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("cutoff", [1e-3, 0.5, 4.0])
+@pytest.mark.parametrize("samples", [20, 400], ids=["thin", "dense"])
+def test_damped_of_a_thin_P_multiplies_by_the_covariance_that_P_inverts(samples, cutoff):
+    rows = randn(2, samples, 6) @ (10 * randn(2, 6, 40)) + 1e-3 * randn(2, samples, 40)
+    w = whiten(moments_of(rows), EPS, cutoff=cutoff)
+    assert w.F is None and w.tail > 0
+    X = randn(2, 5, 40)
+    assert_close(times_inverse(w.damped(X), w.P, w.tail), X, tolerance=1e-6)  # P has the condition of Sigma
+    damped = reference.damped(reference.covariance(rows), EPS)
+    assert_close(w.damped(X), X @ damped, tolerance=1e-4)
 
 
 # The product with the mean
