@@ -5,10 +5,12 @@ Each function raises if something is wrong, on any rank, and returns what its ra
 
 from __future__ import annotations
 
+import io
 import re
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +21,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import prong
+from prong.attachment import attachment_of
 from prong.distributed import Workers
-from tests.distributed_scenarios import SIZE, Place, updates
+from prong.distributed.exchange import owners
+from prong.model.whiten import whitened_sites
+from prong.refresh.refresher import Refresher
+from tests.distributed_scenarios import EMPIRICAL, PLUS, SIZE, Place, updates
 from tests.training import batches, canonical, mlp, run
 
-OPTIONS = {"eps": 0.1, "period": 8, "samples": 64}
+EVERY = prong.Every(8, samples=64)
 
 
 def message(kind: type[Exception], what: Callable[[], Any]) -> str:
@@ -38,8 +44,7 @@ def message(kind: type[Exception], what: Callable[[], Any]) -> str:
 def whitenings(model: nn.Module) -> dict[str, Tensor]:
     return {
         f"{name}.{key}": x.clone()
-        for name, module in model.named_modules()
-        for site in getattr(module, "sites", ())
+        for name, (_, site) in whitened_sites(model).items()
         if site.whitening is not None
         for key, x in site.whitening.items()
         if isinstance(x, Tensor)
@@ -50,10 +55,88 @@ def unchanged(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
-def ddp(**options: Any) -> tuple[nn.Module, nn.Module, prong.PRONG]:
-    model = mlp()
+def ddp(kind: Any = prong.PRONG, seed: int = 0, **options: Any) -> tuple[nn.Module, nn.Module, Any]:
+    model = mlp(seed=seed)
     whole = DistributedDataParallel(model)
-    return model, whole, prong.PRONG(whole, 0.02, **{**OPTIONS, **options})
+    return model, whole, kind(whole, 0.02, **{"refresh": EVERY, **options})
+
+
+def refresher_of(optimizer: torch.optim.Optimizer) -> Refresher:
+    return attachment_of(optimizer).refresher
+
+
+def made_too_early() -> list[tuple[nn.Module, torch.optim.Optimizer]]:
+    """Optimizers that are there before the ranks have met; `distributed_worker` calls this."""
+    models = [mlp(), mlp()]
+    made = [prong.PRONG(models[0], 0.02), prong.attach(models[1], torch.optim.AdamW(models[1].parameters()))]
+    return list(zip(models, made, strict=True))
+
+
+def made_before_the_group(place: Place) -> list[str]:
+    """Such an optimizer would whiten by its rank's data alone: its first step says what to do, and changes nothing."""
+    said = []
+    for model, optimizer in place.early:
+        whole, before = DistributedDataParallel(model), canonical(model)
+        data = batches(model, 1, SIZE)
+        said.append(message(RuntimeError, lambda: updates(whole, optimizer, data, place)))  # noqa: B023
+        assert "call init_process_group first, then make the optimizer" in said[-1], said
+        unchanged(before, canonical(model))
+    return said
+
+
+def wrapped_early_or_late(place: Place) -> dict[str, Tensor]:
+    """Ranks that begin with other weights, and see other data, have the same bits however they came together."""
+    found = {}
+    for form in ("auto", "implicit", "explicit", "materialised"):
+        for late in (False, True):
+            model = mlp(dtype=torch.float32, seed=place.rank)
+            whole = model if late else DistributedDataParallel(model)
+            optimizer = prong.PRONG(whole, 0.02, form=form, refresh=EVERY)
+            whole = DistributedDataParallel(model) if late else whole
+            updates(whole, optimizer, batches(model, 20, SIZE), place)
+            found |= {f"{form}.{late}.{name}": x for name, x in {**canonical(model), **whitenings(model)}.items()}
+    for name in found:
+        torch.testing.assert_close(found[name], found[name.replace("True", "False")], rtol=0, atol=0)
+    return found
+
+
+class Wide(nn.Module):
+    """Layers so wide that how many rows they see decides how they are whitened; some ranks use another one later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late, self.last = nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 4)
+
+    def forward(self, x: Tensor, late: bool = False) -> Tensor:
+        x = self.first(x).tanh()
+        return self.last(self.late(x).tanh() if late else x)
+
+
+def blocks_are_the_same_for_all(place: Place) -> dict[str, Any]:
+    """Of ranks whose first batches differ in size, the smallest block wins; all come to the bits of one choice."""
+    found: dict[str, Any] = {}
+    for kind in (prong.PRONG, prong.AdamW):
+        for before in (False, True):  # whether somebody looks at the inputs before training begins
+            torch.manual_seed(0)
+            model = Wide()
+            whole = DistributedDataParallel(model, find_unused_parameters=True)
+            optimizer = kind(whole, 1e-3, form=prong.Auto(memory=100.0), refresh=prong.Every(4, samples=256))
+            torch.manual_seed(place.rank)
+            size = 200 if place.rank == place.size - 1 else 40
+            if before:
+                prong.refresh_(whole, iter([torch.randn(size, 300), torch.randn(size, 300)]))
+                assert {"first", "last"} == {name for name, (_, s) in whitened_sites(model).items() if s.whitening}
+            for update in range(12):
+                optimizer.zero_grad()
+                late = update >= 6 and place.rank > 0
+                whole(torch.randn(size, 300), late).square().mean().backward()
+                optimizer.step()
+            blocks = {name: site.layout.block for name, (_, site) in whitened_sites(model).items()}
+            expected = 43 if kind is prong.PRONG else 22
+            assert blocks["first"] == blocks["last"] == expected, blocks
+            assert len(whitenings(model)) and all(s.whitening for _, s in whitened_sites(model).values())
+            found[f"{kind.__name__}.{before}"] = {**blocks, **canonical(model), **whitenings(model)}
+    return found
 
 
 def nan_on_one_rank(place: Place) -> str:
@@ -69,7 +152,7 @@ def nan_on_one_rank(place: Place) -> str:
     assert not re.search(r"rank 0", said), said
     unchanged(before, canonical(model))
     unchanged(white, whitenings(model))
-    assert optimizer.refresher.updates == 6
+    assert refresher_of(optimizer).updates == 6
     updates(whole, optimizer, data[7:], place)
 
     other, other_whole, other_optimizer = ddp()
@@ -82,10 +165,10 @@ def nan_in_a_loader(place: Place) -> str:
     """A refresh from a loader is refused by all; the last good whitening stays."""
     model, _, optimizer = ddp()
     good = [x for x, _ in batches(model, 3, SIZE)]
-    optimizer.refresher.refresh(good)
+    refresher_of(optimizer).refresh(good)
     white = whitenings(model)
     bad = [x * (torch.nan if place.rank == place.size - 1 else 1) for x in good]
-    said = message(FloatingPointError, lambda: optimizer.refresher.refresh(bad))
+    said = message(FloatingPointError, lambda: refresher_of(optimizer).refresh(bad))
     assert said.startswith(f"on rank {place.size - 1}: layer '0'"), said
     also = message(FloatingPointError, lambda: prong.initialize_(model, bad))
     assert also.startswith(f"on rank {place.size - 1}: layer '0'"), also
@@ -95,7 +178,7 @@ def nan_in_a_loader(place: Place) -> str:
 
 def nan_under_plus(place: Place) -> str:
     """Rescaling after an update is refused by all, too: here no window is open that would have noticed before."""
-    model, whole, optimizer = ddp(plus=True, early=False, period=20, samples=16)
+    model, whole, optimizer = ddp(form=PLUS, refresh=prong.Every(20, samples=16, growth=None))
     data = batches(model, 22, SIZE)
     updates(whole, optimizer, data[:20], place)
     x = data[21][0].clone()
@@ -106,17 +189,17 @@ def nan_under_plus(place: Place) -> str:
 
 
 def trained_again(place: Place) -> list[bool]:
-    """With an automatic period, a layer that was frozen is refreshed once all workers together have filled a window."""
+    """Where drift decides, a layer that was frozen is refreshed once all workers together have filled a window."""
     model = mlp()
     model[2].requires_grad_(False)
-    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=4 * SIZE)
+    optimizer = prong.PRONG(model, 0.0, refresh=prong.OnDrift(samples=4 * SIZE))
     data = batches(model, 16, SIZE)
     updates(model, optimizer, data[:10], place)
     model[2].requires_grad_(True)
     white = []
     for pair in data[10:]:
         updates(model, optimizer, [pair], place)
-        white.append(model[2].sites[0].whitening is not None)
+        white.append(whitened_sites(model)["2"][1].whitening is not None)
     assert white == [False] * 4 + [True] * 2, white
     return white
 
@@ -132,7 +215,7 @@ def broken_loader(place: Place) -> str:
             raise OSError("the disk is gone")
         yield good[1]
 
-    for gather in (optimizer.refresher.refresh, optimizer.initialize):
+    for gather in (refresher_of(optimizer).refresh, lambda good: prong.initialize_(model, good)):
         said = message(OSError, lambda: gather(batches_of_this_rank()))  # noqa: B023
         assert f"rank {place.size - 1}: the disk is gone" in said, said
         assert not whitenings(model)
@@ -154,7 +237,7 @@ def too_large_together(place: Place) -> str:
 
 def nobody_saw_anything(place: Place) -> str:
     """The warning of one process is the warning of all, and the refresh after the next update works."""
-    model, whole, optimizer = ddp(early=False, period=2)
+    model, whole, optimizer = ddp(refresh=prong.Every(2, samples=64, growth=None))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with warnings.catch_warnings(record=True) as caught:
@@ -172,18 +255,16 @@ def states_agree(place: Place) -> dict[str, Any]:
     states = {}
     for name, options in {
         "window": {},
-        "ema": {"source": "ema"},
-        "balance": {"balance": True},
-        "auto": {"period": "auto"},
-        "empirical": {"gradient_whitening": "empirical"},
-        "lag": {"lag": 3},
+        "materialised": {"kind": prong.AdamW},
+        "ema": {"refresh": replace(EVERY, source="ema")},
+        "drift": {"refresh": prong.OnDrift(samples=64)},
+        "empirical": {"outputs": EMPIRICAL},
+        "lag": {"refresh": replace(EVERY, lag=3)},
     }.items():
         model, whole, optimizer = ddp(**options)
         updates(whole, optimizer, batches(model, 18, SIZE), place)
-        if name == "lag":
-            said = message(RuntimeError, optimizer.state_dict)
-            assert "synchronize" in said, said
-        optimizer.refresher.synchronize()
+        assert (optimizer.state_dict()["prong"]["pending"] is not None) == (name == "lag")
+        refresher_of(optimizer).synchronize()
         states[name] = optimizer.state_dict()
     return states
 
@@ -201,6 +282,42 @@ def rank_zeros_own_state_is_sound(place: Place) -> dict[str, Tensor]:
     other_optimizer.load_state_dict(saved[0][1])
     updates(other_whole, other_optimizer, data[13:], place)
     return {**canonical(other), **whitenings(other)}
+
+
+def each_ranks_own_state_resumes(place: Place) -> dict[str, Any]:
+    """Inside a window, under way or not, each rank saves and loads its own state, and nobody calls anything else."""
+    found = {}
+    for name, stop, options in (
+        ("window", 13, {}),
+        ("before the first update", 0, {}),
+        ("no window", 9, {"refresh": prong.Every(32, samples=64)}),
+        ("lag", 18, {"refresh": replace(EVERY, lag=4)}),
+        ("AdamW", 13, {"kind": prong.AdamW}),
+        ("AdamW, lag", 18, {"kind": prong.AdamW, "refresh": replace(EVERY, lag=4)}),
+        ("explicit, lag", 18, {"form": "explicit", "refresh": replace(EVERY, lag=4)}),
+        ("Muon, ema", 13, {"kind": prong.Muon, "refresh": replace(EVERY, source="ema")}),
+        ("drift", 21, {"refresh": prong.OnDrift(samples=64)}),
+        ("empirical", 13, {"outputs": EMPIRICAL}),
+        ("drawn", 13, {"outputs": prong.WhitenOutputs("categorical")}),
+    ):
+        model, whole, optimizer = ddp(**options)
+        data = batches(model, 40, SIZE)
+        updates(whole, optimizer, data[:stop], place)
+        saved = io.BytesIO()
+        torch.save([model.state_dict(), optimizer.state_dict()], saved)
+        updates(whole, optimizer, data[stop:], place)
+
+        saved.seek(0)
+        states = torch.load(saved, weights_only=True)
+        assert (states[1]["prong"]["pending"] is not None) == ("lag" in name), name
+        other, other_whole, other_optimizer = ddp(**options, seed=99)
+        other.load_state_dict(states[0])
+        other_optimizer.load_state_dict(states[1])
+        updates(other_whole, other_optimizer, data[stop:], place)
+        unchanged(canonical(model), canonical(other))
+        unchanged(whitenings(model), whitenings(other))
+        found[name] = canonical(model)
+    return found
 
 
 def whitenings_are_the_same_bits(place: Place) -> dict[str, Tensor]:
@@ -234,8 +351,7 @@ def gradients_are_whitened_to_the_same_bits(place: Place) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 3))
     whole = DistributedDataParallel(model)
-    options = {"eps": 0.1, "period": 10, "samples": 128, "gradient_whitening": "empirical"}
-    optimizer = prong.PRONG(whole, 1e-2, **options)
+    optimizer = prong.PRONG(whole, 1e-2, refresh=prong.Every(10, samples=128), outputs=EMPIRICAL)
     updates(whole, optimizer, [(torch.randn(32, 20), torch.randint(3, (32,))) for _ in range(30)], place)
     return canonical(model)
 
@@ -247,14 +363,12 @@ def nobody_keeps_the_wrapper(place: Place) -> bool:
     kept = weakref.ref(whole)
     del whole
     assert kept() is None
-    assert optimizer.refresher.workers.group is None
+    assert refresher_of(optimizer).workers.group is None
     return True
 
 
 def factorisations_are_shared_out(place: Place) -> list[int]:
     """With as many equal layers as there are ranks, each factorises one."""
-    from prong.distributed.sharing import owners
-
     assert sorted(owners(dict.fromkeys(range(place.size), 1.0), place.size).values()) == list(range(place.size))
     return list(owners({"a": 8.0, "b": 5.0, "c": 4.0, "d": 3.0}, 2).values())
 
@@ -282,21 +396,21 @@ def refusals(place: Place) -> list[str]:
     """What cannot work says so before training, and changes nothing."""
     said = []
     model = fully_shard(mlp())
-    for options in ({"form": "explicit"}, {"plus": True}, {"balance": True}, {"gradient_whitening": "empirical"}):
+    for options in ({"form": "explicit"}, {"form": PLUS}, {"outputs": EMPIRICAL}):
         said.append(message(ValueError, lambda options=options: prong.PRONG(model, 0.1, **options)))
         assert "sharded" in said[-1] and type(model[0]) is nn.Linear, said
     said.append(message(ValueError, lambda: prong.initialize_(model, torch.randn(4, 6).double())))
     outside = dist.new_group([0])
     if place.rank > 0:
         assert "not in the process group" in message(ValueError, lambda: prong.PRONG(mlp(), process_group=outside))
-    explicit, whole, optimizer = ddp(form="explicit")
-    said.append(message(ValueError, lambda: Join([whole, optimizer])))
-    prong.fold_(explicit)
+    for held in ({"form": "explicit"}, {"kind": prong.AdamW}):
+        _, whole, optimizer = ddp(**held)
+        said.append(message(ValueError, lambda: Join([whole, optimizer])))  # noqa: B023
     inner = mlp()
     whole = DistributedDataParallel(inner)
     said.append(message(ValueError, lambda: Join([whole, prong.PRONG(inner)])))
     prong.fold_(inner)
-    optimizer = prong.PRONG(whole, 0.1, **OPTIONS)
+    optimizer = prong.PRONG(whole, 0.1, refresh=EVERY)
     data = batches(inner, 1, SIZE)
 
     def join_of_the_model_alone() -> None:
@@ -313,7 +427,7 @@ def alone_in_a_group(place: Place) -> dict[str, Tensor]:
     groups = [dist.new_group([rank]) for rank in range(place.size)]
     model = mlp()
     if place.rank == 0:
-        run(model, prong.PRONG(model, 0.02, **OPTIONS, process_group=groups[0]), batches(model, 10, SIZE))
+        run(model, prong.PRONG(model, 0.02, refresh=EVERY, process_group=groups[0]), batches(model, 10, SIZE))
     assert Workers.of(model, groups[place.rank]).alone
     values = [canonical(model)]
     dist.broadcast_object_list(values)
@@ -323,6 +437,10 @@ def alone_in_a_group(place: Place) -> dict[str, Tensor]:
 BEHAVIOUR: dict[str, Callable[[Place], Any]] = {
     behaviour.__name__: behaviour
     for behaviour in (
+        made_before_the_group,
+        wrapped_early_or_late,
+        blocks_are_the_same_for_all,
+        each_ranks_own_state_resumes,
         nan_on_one_rank,
         nan_in_a_loader,
         nan_under_plus,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,20 +18,27 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import prong
+from prong.attachment import attachment_of
 from tests.training import attentive, batches, canonical, convnet, mlp
 
 UPDATES, SIZE = 100, 16
-THREE = {"eps": 0.1, "period": 32, "samples": 64, "early": False}  # refreshes after updates 32, 64 and 96
-BALANCED = 5e-4  # a learning rate for gradients that are whitened too; with larger ones rounding errors grow
-EARLY = {"eps": 0.1, "period": 32, "samples": 64}
+EVERY_ROW = 1 << 40  # rows of a batch that are looked at: those of a part are others than of the whole
+THREE = prong.Every(32, samples=64, growth=None)  # refreshes after updates 32, 64 and 96
+EARLY = prong.Every(32, samples=64)  # and before the first, and after 1, 2, 4, 8 and 16
+EMPIRICAL = prong.WhitenOutputs("empirical")
+PLUS = prong.Explicit(plus=True)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which of how many workers this is; one worker trains without torch.distributed."""
+    """Which of how many workers this is; one worker trains without torch.distributed.
+
+    `early` is what they have made before they met.
+    """
 
     rank: int = 0
     size: int = 1
+    early: Any = None
 
     def part(self, x: Tensor) -> Tensor:
         """This worker's part of a batch, as large as all others'."""
@@ -61,6 +68,7 @@ def trained(
     place: Place,
     build: Callable[[], nn.Module] = mlp,
     ddp: dict[str, Any] | None = None,
+    kind: Callable[..., torch.optim.Optimizer] = prong.PRONG,
     lr: float = 0.02,
     **options: Any,
 ) -> dict[str, Tensor]:
@@ -68,17 +76,17 @@ def trained(
     model = build()
     data = batches(model, UPDATES, SIZE)
     whole = place.wrapped(model, **(ddp or {}))
-    optimizer = prong.PRONG(whole, lr, **{**THREE, **options})
+    optimizer = kind(whole, lr, **{"refresh": THREE, **options})
     updates(whole, optimizer, data, place)
-    assert optimizer.refresher.updates == UPDATES
+    assert attachment_of(optimizer).refresher.updates == UPDATES
     return canonical(model)
 
 
-def with_adam(place: Place) -> dict[str, Tensor]:
-    model = prong.whiten_(mlp(), "explicit")
+def with_adam(place: Place, form: str) -> dict[str, Tensor]:
+    """An optimizer that exists already."""
+    model = mlp()
     whole = place.wrapped(model)
-    optimizer = torch.optim.Adam(whole.parameters(), 0.01)
-    prong.Refresher(whole, optimizer, **EARLY)
+    optimizer = prong.attach(whole, torch.optim.Adam(whole.parameters(), 0.01), form=form, refresh=EARLY)
     updates(whole, optimizer, batches(model, UPDATES, SIZE), place)
     return canonical(model)
 
@@ -87,8 +95,7 @@ def accumulating(place: Place, lr: float = 0.02, **options: Any) -> dict[str, Te
     """Two passes per update, the first without DDP's reduction."""
     model = mlp()
     whole = place.wrapped(model)
-    optimizer = prong.PRONG(whole, lr, **EARLY, **options)
-    optimizer.loss_scale = 0.5
+    optimizer = prong.PRONG(whole, lr, refresh=EARLY, **options)
     for x, y in batches(model, UPDATES, SIZE):
         optimizer.zero_grad()
         for half in (slice(0, SIZE // 2), slice(SIZE // 2, SIZE)):
@@ -104,7 +111,7 @@ def with_uneven_batches(place: Place, **options: Any) -> dict[str, Tensor]:
     """Each example counts the same, whichever rank has it."""
     model = mlp()
     whole = place.wrapped(model)
-    optimizer = prong.PRONG(whole, 0.02, **EARLY, **options)
+    optimizer = prong.PRONG(whole, 0.02, refresh=EARLY, **options)
     for x, y in batches(model, UPDATES, SIZE):
         optimizer.zero_grad()
         loss = F.cross_entropy(whole(place.uneven(x)), place.uneven(y), reduction="sum")
@@ -130,7 +137,7 @@ def with_layers_that_some_ranks_do_not_use(place: Place) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = TwoHeads().double()
     whole = place.wrapped(model, find_unused_parameters=True)
-    optimizer = prong.PRONG(whole, 0.02, **EARLY)
+    optimizer = prong.PRONG(whole, 0.02, refresh=EARLY)
     half = SIZE // 2
     heads = (0, 1) if place.size == 1 else (0,) if 2 * place.rank < place.size else (1,)
     for x, y in batches(model, UPDATES, SIZE):
@@ -147,7 +154,7 @@ def from_a_loader(place: Place, **options: Any) -> dict[str, Tensor]:
     model = mlp()
     source = [place.part(x) for x, _ in batches(model, 5, SIZE, seed=5)]
     whole = place.wrapped(model)
-    optimizer = prong.PRONG(whole, 0.02, **{**THREE, "source": source, **options})
+    optimizer = prong.PRONG(whole, 0.02, refresh=replace(THREE, source=source, **options))
     updates(whole, optimizer, batches(model, UPDATES, SIZE), place)
     return canonical(model)
 
@@ -157,13 +164,13 @@ def refreshed(place: Place) -> dict[str, Tensor]:
     model = prong.whiten_(mlp(), "explicit")
     data = [x for x, _ in batches(model, 6, SIZE)]
     mine = data if place.size == 1 else data[place.rank :: place.size - 1] if place.rank < place.size - 1 else []
-    prong.refresh_(place.wrapped(model), mine, eps=0.1)
+    prong.refresh_(place.wrapped(model), mine)
     return {**canonical(model), "U": torch.stack([_gram(site) for site in _sites(model)[:1]])}
 
 
 def initialized(place: Place) -> dict[str, Tensor]:
     model = mlp(seed=place.rank)  # rank 0 draws for all
-    prong.initialize_(model, [place.part(x) for x, _ in batches(model, 4, SIZE)], eps=0.1, scheme=_fixed)
+    prong.initialize_(model, [place.part(x) for x, _ in batches(model, 4, SIZE)], scheme=_fixed)
     return canonical(model)
 
 
@@ -175,7 +182,7 @@ def in_groups(place: Place) -> dict[str, Tensor]:
     groups = [dist.new_group(list(range(start, start + half))) for start in (0, half)]
     model, group = mlp(), groups[place.rank // half]
     whole = DistributedDataParallel(model, process_group=group)
-    optimizer = prong.PRONG(model, 0.02, **THREE, process_group=group)
+    optimizer = prong.PRONG(model, 0.02, refresh=THREE, process_group=group)
     updates(whole, optimizer, batches(model, UPDATES, SIZE), Place(place.rank % half, half))
     return canonical(model)
 
@@ -185,8 +192,7 @@ def joined(place: Place, **options: Any) -> dict[str, Tensor]:
     model = mlp()
     data = batches(model, UPDATES, SIZE)
     whole = place.wrapped(model)
-    lr = BALANCED if "balance" in options else 0.02
-    optimizer = prong.PRONG(whole, lr, **EARLY, **options)
+    optimizer = prong.PRONG(whole, 0.02, refresh=replace(EARLY, **options))
     if place.size == 1:
         updates(whole, optimizer, data[:50], place)
         for x, y in data[50:90]:
@@ -201,20 +207,22 @@ def joined(place: Place, **options: Any) -> dict[str, Tensor]:
     return canonical(model)
 
 
-def resumed(place: Place, stop: int = 61, through: str = "rank 0", **options: Any) -> dict[str, Tensor]:
+def resumed(
+    place: Place, stop: int = 61, through: str = "rank 0", kind: Any = prong.PRONG, **options: Any
+) -> dict[str, Tensor]:
     """Training that stops inside a window and goes on elsewhere, from what rank 0 has saved or from a checkpoint."""
     model = mlp()
     data = batches(model, UPDATES, SIZE)
-    lr = BALANCED if {"balance", "gradient_whitening"} & set(options) else 0.02
+    options = {"refresh": THREE, **options}
     whole = place.wrapped(model)
-    optimizer = prong.PRONG(whole, lr, **{**THREE, **options})
+    optimizer = kind(whole, 0.02, **options)
     if place.size == 1:
         updates(whole, optimizer, data, place)
         return canonical(model)
     updates(whole, optimizer, data[:stop], place)
     other, group = mlp(seed=99), None
     if through == "rank 0":
-        optimizer.refresher.synchronize()
+        attachment_of(optimizer).refresher.synchronize()
         saved = shared([model.state_dict(), optimizer.state_dict()] if place.rank == 0 else None)
     elif through == "checkpoint":
         folder = shared(tempfile.mkdtemp() if place.rank == 0 else None)
@@ -224,7 +232,7 @@ def resumed(place: Place, stop: int = 61, through: str = "rank 0", **options: An
             return shared_result(None)
         place = Place(place.rank, place.size // 2)
     other_whole = DistributedDataParallel(other, process_group=group)
-    other_optimizer = prong.PRONG(other_whole, 0.1, **options)
+    other_optimizer = kind(other_whole, 0.1, **options)
     if through == "rank 0":
         other.load_state_dict(saved[0])
         other_optimizer.load_state_dict(saved[1])
@@ -246,30 +254,39 @@ def shared_result(mine: dict[str, Tensor] | None) -> dict[str, Tensor]:
     return shared(mine)
 
 
-def sharded(place: Place, through: str = "", **options: Any) -> dict[str, Tensor]:
-    """FSDP2: parameters, gradients and momentum are spread over the ranks."""
-    model = mlp()
+def sharded(
+    place: Place,
+    through: str = "",
+    build: Callable[[], nn.Module] = mlp,
+    kind: Callable[..., torch.optim.Optimizer] = prong.PRONG,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """FSDP2: parameters, gradients and the optimizer's state are spread over the ranks."""
+    model = build()
     data = batches(model, UPDATES, SIZE)
+    options = {"refresh": THREE, **options}
     if place.size == 1:
-        optimizer = prong.PRONG(model, 0.02, **{**THREE, **options})
+        optimizer = kind(model, 0.02, **options)
         updates(model, optimizer, data, place)
         return canonical(model)
     if through == "layers":
-        prong.whiten_(model)
+        if options.get("form") == "implicit":
+            prong.whiten_(model)
         fully_shard(model[0])
         fully_shard(model[2])
     fully_shard(model)
-    optimizer = prong.PRONG(model, 0.02, **{**THREE, **options})
+    optimizer = kind(model, 0.02, **options)
     if through == "checkpoint":
         updates(model, optimizer, data[:61], place)
         folder = shared(tempfile.mkdtemp() if place.rank == 0 else None)
         dcp.save({"model": model, "optimizer": prong.distributed.Checkpoint(optimizer)}, checkpoint_id=folder)
         model = fully_shard(mlp(seed=99))
-        optimizer = prong.PRONG(model, 0.1, **options)
+        optimizer = kind(model, 0.1, **options)
         restored = {"model": model, "optimizer": prong.distributed.Checkpoint(optimizer)}
         dcp.load(restored, checkpoint_id=folder)
         data = data[61:]
     updates(model, optimizer, data, place)
+    assert attachment_of(optimizer).refresher.updates == UPDATES
     return {name: x.full_tensor() for name, x in canonical(model).items()}
 
 
@@ -293,35 +310,45 @@ def single(build: Callable[..., nn.Module]) -> Callable[[], nn.Module]:
 
 # What several processes must agree on with one, by name.
 SCENARIOS: dict[str, Callable[[Place], dict[str, Tensor]]] = {
-    "plain": trained,
-    "plain, early": lambda place: trained(place, early=True),
-    "plain, nesterov, weight decay": lambda place: trained(place, nesterov=True, weight_decay=1e-3),
-    "plain, float32": lambda place: trained(place, single(mlp)),
-    "convnet": lambda place: trained(place, convnet),
-    "convnet, float32": lambda place: trained(place, single(convnet)),
-    "attention": lambda place: trained(place, attentive, samples=320),
-    "balance": lambda place: trained(place, balance=True, lr=BALANCED),
-    "balance, convnet": lambda place: trained(place, convnet, balance=True, lr=BALANCED),
-    "balance, explicit": lambda place: trained(place, balance=True, form="explicit", lr=BALANCED),
-    "empirical": lambda place: trained(place, gradient_whitening="empirical", lr=BALANCED),
+    "PRONG": trained,
+    "PRONG, early": lambda place: trained(place, refresh=EARLY),
+    "PRONG, nesterov, weight decay": lambda place: trained(place, nesterov=True, weight_decay=1e-3),
+    "PRONG, float32": lambda place: trained(place, single(mlp)),
+    "PRONG, convnet": lambda place: trained(place, convnet),
+    "PRONG, convnet, float32": lambda place: trained(place, single(convnet)),
+    "PRONG, attention": lambda place: trained(place, attentive, refresh=replace(THREE, samples=320)),
+    "PRONG, no bound": lambda place: trained(place, trust=None, damping=prong.Absolute(0.1)),
+    "AdamW": lambda place: trained(place, kind=prong.AdamW, refresh=EARLY),
+    "AdamW, convnet": lambda place: trained(place, convnet, kind=prong.AdamW),
+    "AdamW, attention": lambda place: trained(place, attentive, kind=prong.AdamW, refresh=EARLY),
+    "Muon": lambda place: trained(place, kind=prong.Muon, refresh=EARLY),
+    "Muon, convnet": lambda place: trained(place, convnet, kind=prong.Muon),
+    "Muon, natural": lambda place: trained(place, kind=prong.Muon, space="natural"),
+    "implicit": lambda place: trained(place, form="implicit", refresh=EARLY),
+    "implicit, convnet": lambda place: trained(place, convnet, form="implicit"),
+    "implicit, attention": lambda place: trained(place, attentive, form="implicit"),
+    "empirical": lambda place: trained(place, outputs=EMPIRICAL),
     "explicit": lambda place: trained(place, form="explicit"),
     "explicit, convnet": lambda place: trained(place, convnet, form="explicit"),
-    "explicit, reset": lambda place: trained(place, form="explicit", on_refresh="reset"),
-    "plus": lambda place: trained(place, plus=True),
-    "plus, convnet": lambda place: trained(place, convnet, plus=True),
-    "plus, float32": lambda place: trained(place, single(mlp), plus=True),
-    "ema": lambda place: trained(place, source="ema"),
-    "overlapping windows": lambda place: trained(place, samples=1024),
-    "automatic period": lambda place: trained(place, period="auto", early=True),
-    "lag": lambda place: trained(place, lag=5),
-    "lag, explicit": lambda place: trained(place, lag=5, form="explicit", early=True),
-    "cutoff": lambda place: trained(place, cutoff=1.0),
+    "explicit, reset": lambda place: trained(place, form="explicit", refresh=replace(THREE, state="reset")),
+    "materialised": lambda place: trained(place, form="materialised"),
+    "plus": lambda place: trained(place, form=PLUS),
+    "plus, convnet": lambda place: trained(place, convnet, form=PLUS),
+    "plus, float32": lambda place: trained(place, single(mlp), form=PLUS),
+    "ema": lambda place: trained(place, refresh=replace(THREE, source="ema")),
+    "overlapping windows": lambda place: trained(place, refresh=replace(THREE, samples=1024)),
+    "drift": lambda place: trained(place, refresh=prong.OnDrift(samples=64)),
+    "lag": lambda place: trained(place, refresh=replace(THREE, lag=5)),
+    "lag, explicit": lambda place: trained(place, form="explicit", refresh=replace(EARLY, lag=5)),
+    "lag, AdamW": lambda place: trained(place, kind=prong.AdamW, refresh=replace(EARLY, lag=5)),
+    "cutoff": lambda place: trained(place, form=prong.Implicit(cutoff=1.0)),
     "static graph": lambda place: trained(place, ddp={"static_graph": True}),
-    "Adam": with_adam,
+    "Adam, attached": lambda place: with_adam(place, "auto"),
+    "Adam, explicit": lambda place: with_adam(place, "explicit"),
     "accumulation": accumulating,
-    "accumulation, balance": lambda place: accumulating(place, lr=BALANCED, balance=True),
+    "accumulation, empirical": lambda place: accumulating(place, outputs=replace(EMPIRICAL, loss_scale=0.5)),
     "uneven batches": with_uneven_batches,
-    "uneven batches, plus": lambda place: with_uneven_batches(place, plus=True),
+    "uneven batches, plus": lambda place: with_uneven_batches(place, form=PLUS),
     "unused layers": with_layers_that_some_ranks_do_not_use,
     "loader": from_a_loader,
     "loader, lag": lambda place: from_a_loader(place, lag=3),
@@ -333,37 +360,47 @@ SCENARIOS: dict[str, Callable[[Place], dict[str, Tensor]]] = {
     "joined, lag": lambda place: joined(place, lag=5),
     "resumed": resumed,
     "resumed, explicit": lambda place: resumed(place, form="explicit"),
-    "resumed, plus": lambda place: resumed(place, plus=True),
-    "resumed, balance": lambda place: resumed(place, balance=True),
-    "resumed, empirical": lambda place: resumed(place, gradient_whitening="empirical"),
-    "resumed, lag": lambda place: resumed(place, stop=66, lag=5),
-    "resumed, ema": lambda place: resumed(place, source="ema"),
-    "resumed, automatic period": lambda place: resumed(place, period="auto", early=True),
+    "resumed, AdamW": lambda place: resumed(place, kind=prong.AdamW),
+    "resumed, plus": lambda place: resumed(place, form=PLUS),
+    "resumed, empirical": lambda place: resumed(place, outputs=EMPIRICAL),
+    "resumed, lag": lambda place: resumed(place, stop=66, refresh=replace(THREE, lag=5)),
+    "resumed, ema": lambda place: resumed(place, refresh=replace(THREE, source="ema")),
+    "resumed, drift": lambda place: resumed(place, refresh=prong.OnDrift(samples=64)),
     "resumed by half of the ranks": lambda place: resumed(place, through="checkpoint"),
-    "resumed by half of the ranks, empirical": lambda place: resumed(
-        place, through="checkpoint", gradient_whitening="empirical"
-    ),
-    "resumed by half of the ranks, plus": lambda place: resumed(place, through="checkpoint", plus=True),
+    "resumed by half of the ranks, AdamW": lambda place: resumed(place, through="checkpoint", kind=prong.AdamW),
+    "resumed by half of the ranks, Muon": lambda place: resumed(place, through="checkpoint", kind=prong.Muon),
+    "resumed by half of the ranks, empirical": lambda place: resumed(place, through="checkpoint", outputs=EMPIRICAL),
+    "resumed by half of the ranks, plus": lambda place: resumed(place, through="checkpoint", form=PLUS),
     "sharded": sharded,
     "sharded, layer by layer": lambda place: sharded(place, "layers"),
-    "sharded, lag": lambda place: sharded(place, lag=5),
+    "sharded, lag": lambda place: sharded(place, refresh=replace(EARLY, lag=5)),
     "sharded, resumed": lambda place: sharded(place, "checkpoint"),
+    "sharded, attention": lambda place: sharded(place, build=attentive),
+    "sharded, implicit": lambda place: sharded(place, form="implicit", refresh=EARLY),
+    "sharded, implicit, convnet": lambda place: sharded(place, build=convnet, form="implicit", refresh=EARLY),
+    "sharded, implicit, layer by layer": lambda place: sharded(place, "layers", form="implicit"),
+    "sharded, AdamW": lambda place: sharded(place, kind=prong.AdamW, refresh=EARLY),
+    "sharded, AdamW, attention": lambda place: sharded(place, build=attentive, kind=prong.AdamW),
+    "sharded, AdamW, resumed": lambda place: sharded(place, "checkpoint", kind=prong.AdamW),
+    "sharded, Muon": lambda place: sharded(place, kind=prong.Muon),
 }
 
 # Those that every run of the tests tries, with two workers; all of them are tried with four.
 CORE = (
-    "plain",
-    "plain, float32",
-    "convnet",
-    "balance",
+    "PRONG, early",
+    "PRONG, float32",
+    "PRONG, convnet",
+    "AdamW",
+    "Muon",
+    "implicit",
     "explicit",
-    "plus",
     "plus, convnet",
     "ema",
-    "automatic period",
+    "drift",
     "lag, explicit",
-    "Adam",
-    "accumulation, balance",
+    "lag, AdamW",
+    "Adam, attached",
+    "accumulation, empirical",
     "uneven batches",
     "unused layers",
     "refresh_",
@@ -371,7 +408,9 @@ CORE = (
     "sub-groups",
     "joined",
     "resumed",
-    "resumed by half of the ranks",
+    "resumed by half of the ranks, AdamW",
     "sharded",
-    "sharded, resumed",
+    "sharded, implicit",
+    "sharded, AdamW, attention",
+    "sharded, AdamW, resumed",
 )

@@ -13,15 +13,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.distributed_behaviour import BEHAVIOUR
-from tests.distributed_scenarios import SCENARIOS, Place
+from prong.core import moments
+from tests.distributed_behaviour import BEHAVIOUR, made_too_early
+from tests.distributed_scenarios import EVERY_ROW, SCENARIOS, Place
 
 
 def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     tempfile.tempdir = str(folder)  # checkpoints go where pytest tidies up
+    moments.LEAST = EVERY_ROW
+    early = made_too_early()
     dist.init_process_group("gloo", timeout=timedelta(seconds=100))
-    place = Place(dist.get_rank(), dist.get_world_size())
+    place = Place(dist.get_rank(), dist.get_world_size(), early)
     for name in names:
         torch.manual_seed(0)
         start = time.perf_counter()
