@@ -21,7 +21,6 @@ from prong.lab.bench import (
     centring,
     compiled,
     document,
-    options,
     pace,
     profile,
     refresh,
@@ -33,7 +32,7 @@ from prong.lab.bench import (
 from prong.lab.bench.contest import SETTINGS
 from prong.lab.bench.sheets import as_markdown
 from prong.lab.page.runs import gather
-from prong.lab.record import ForeignRecordError, claimed
+from prong.lab.record import ForeignRecordError
 from prong.lab.terminal import progress
 from tests.lab.digits import contents, write_files
 from tests.lab.tiny import tiny_autoencoder
@@ -46,7 +45,6 @@ COMMANDS = {
     "refresh": "--max-width 128 --samples 100 --batch 32 --repetitions 2",
     "spaces": "--width 16 --channels 8 --map-size 4 --repetitions 2",
     "centring": "--batch 4 --repetitions 2",
-    "options": "--options cutoff=1 period=auto --updates 2 --seeds 0",
     "watching": "--batches 8 --repetitions 2 --block 1",
     "scaling": "--depths 1 2 --widths 8 16 --batches 4 8 --samples 16 --repetitions 2 --block 2",
 }
@@ -158,31 +156,6 @@ def test_scaling_prints_and_records_every_size(runs: Runs) -> None:
     assert imread(runs.results.parent / "scaling.png").ndim == 3
 
 
-def test_options_prints_and_records_every_run(runs: Runs) -> None:
-    record = runs.record("options")
-    assert list(record["runs"]) == ["cutoff=1", "period=auto"]
-    for made in record["runs"].values():
-        (run,) = made.values()
-        assert run["failure"] is None and run["rows"][-1]["update"] == 2 and run["refreshes"] >= 8
-    assert all(word in runs.printed["options"] for word in ("period=auto", "layers refreshed", "After 2 updates"))
-
-
-def test_a_run_of_options_that_was_stopped_goes_on(runs: Runs, tmp_path: Path) -> None:
-    record = runs.record("options")
-    del record["runs"]["period=auto"]["0"]
-    path = tmp_path / "options.json"
-    path.write_text(json.dumps(record))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PRONG_DATA", str(runs.results.parent / "data"))
-        options.main(options=("cutoff=1", "period=auto"), updates=2, seeds=(0,), json=path)
-        after, before = json.loads(path.read_text()), runs.record("options")
-        assert after["runs"]["cutoff=1"] == before["runs"]["cutoff=1"], "not made again"
-        again, first = (r["runs"]["period=auto"]["0"]["rows"] for r in (after, before))
-        assert [row["train_error"] for row in again] == [row["train_error"] for row in first]
-        with pytest.raises(SystemExit, match="another configuration"):
-            options.main(options=("cutoff=1",), updates=3, seeds=(0,), json=path)
-
-
 def test_watching_prints_and_records_every_kind(runs: Runs) -> None:
     (entry,) = runs.record("watching")["times"]
     assert list(entry["ms"]) == list(watching.KINDS) and all(len(times) == 2 for times in entry["ms"].values())
@@ -275,13 +248,6 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_the_record_before(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["centring.json"] and record.read_text() == "the one before"
 
 
-def test_two_processes_do_not_work_on_one_record_of_options(tmp_path: Path) -> None:
-    file = tmp_path / "options.json"
-    with claimed(file), pytest.raises(SystemExit, match=r"another process is at work on .*options.json"):
-        options.main(json=file)
-    assert not file.exists()
-
-
 def test_prose_around_the_tables_stays(runs: Runs, tmp_path: Path) -> None:
     parts = [f"before {name}\n<!-- begin {name} -->\nold\n<!-- end {name} -->\nafter {name}\n" for name in NAMES]
     (tmp_path / document.PAGE).write_text("".join(parts))
@@ -331,11 +297,6 @@ def test_a_page_that_cannot_be_filled_is_an_error_and_stays(runs: Runs, tmp_path
         (step_cost.main, {"tasks": ("mnist",)}, "--tasks knows no 'mnist'. Choose from: autoencoder; cifar10"),
         (step_cost.main, {"methods": ("Sgd",)}, "--methods knows no 'Sgd'. Choose from: PRONG; PRONG, cutoff"),
         (step_cost.main, {"tasks": ("autoencoder",), "batches": (161,)}, "a batch of 161 is more than the data holds"),
-        (options.main, {"updates": 0}, "--updates is at least 1"),
-        (options.main, {"options": ("cutoff=2",)}, "--options knows no 'cutoff=2'"),
-        (options.main, {"seeds": ()}, "--seeds are one or more, each once; got none"),
-        (options.main, {"seeds": (0, -1)}, "--seeds is at least 0, got -1"),
-        (options.main, {"lr": float("nan")}, "--lr is positive and finite, got nan"),
         (scaling.main, {"depths": ()}, "--depths are one or more"),
         (watching.main, {"batches": ()}, "--batches are one or more"),
         (compiled.main, {"block": 0}, "--block is at least 1"),

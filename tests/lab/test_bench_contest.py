@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import prong
+from prong.attachment import attachment_of
 from prong.lab.bench import contest
 from prong.lab.bench.amortise import CLOSED, OPEN, REFRESH
 from prong.lab.bench.contest import Contestant, Pace, measure, steps
@@ -17,10 +18,11 @@ from prong.lab.bench.memory import extra_bytes, model_bytes, peak_bytes
 from prong.lab.bench.phases import HORIZON, Phases, refresher_of, window_is_open
 from prong.lab.bench.step_cost import ALL_PACES, BFLOAT16, TIMED
 from prong.lab.bench.tasks import MAKERS, TOKENS, Task, mlp_task
-from prong.lab.methods import METHODS, OURS
+from prong.lab.methods import METHODS
 from prong.lab.timing import interleaved
 
 WIDTH, BATCH, SAMPLES = 6, 4, 40
+OURS = [name for name, method in METHODS.items() if method.refreshes]
 
 
 def small_task() -> Task:
@@ -94,7 +96,7 @@ def test_a_refresh_sees_its_samples_or_more_than_twice_as_many_as_inputs(samples
 
 def test_windows_open_and_close_by_the_librarys_own_rules() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    optimizer = prong.PRONG(model, 1e-7, period=HORIZON, samples=SAMPLES)
+    optimizer = prong.PRONG(model, 1e-7, refresh=prong.Every(HORIZON, samples=SAMPLES))
 
     def update() -> None:
         optimizer.zero_grad()
@@ -102,7 +104,7 @@ def test_windows_open_and_close_by_the_librarys_own_rules() -> None:
         optimizer.step()
 
     refresher = refresher_of(model)
-    assert refresher is optimizer.refresher
+    assert refresher is attachment_of(optimizer).refresher
     phases = Phases(refresher, update)
     for _ in range(3):
         phases.close()

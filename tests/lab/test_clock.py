@@ -61,7 +61,7 @@ def test_methods_take_turns_and_a_counted_block_holds_one_refresh(
 
         return block
 
-    monkeypatch.setattr("prong.distributed.sharing.factorise", count_refresh)
+    monkeypatch.setattr("prong.refresh.factorise.factorise", count_refresh)
     monkeypatch.setattr(clock._Lap, "train", watched(clock._Lap.train))
     paces(["PRONG", "SGD"], problem, batch=16, repetitions=2)
     first, *counted = blocks[::2]

@@ -55,7 +55,7 @@ def test_all_start_from_the_same_function(problem: Problem, initialisation) -> N
 def test_the_optimizer_trains_the_weights_that_were_drawn_in_whitened_coordinates(problem: Problem, name: str) -> None:
     batches = problem.initial_batches()
     torch.manual_seed(0)
-    expected = prong.initialize_(tiny_autoencoder(), batches, SETTINGS["eps"])
+    expected = prong.initialize_(tiny_autoencoder(), batches, prong.Absolute(SETTINGS["eps"]))
     torch.manual_seed(0)
     model = tiny_autoencoder()
     optimizer = Contestant(name, "whitened").start(model, SETTINGS, batches, SCHEDULE)

@@ -21,14 +21,13 @@ from typing import Any
 import pytest
 import torch
 
-import prong
 from prong.lab import models
 from prong.lab.cli import main
 from prong.lab.experiments import autoencoder, catalogue, cifar10, conditioning, imagenet, listing, sensitivity
 from prong.lab.folders import CHECKPOINT, RunFolder, run_folders
 from prong.lab.interrupts import Stop
 from prong.lab.jobs import Job
-from prong.lab.methods import KEYS
+from prong.lab.methods import KEYS, refresher_of
 from tests.lab.processes import unmeasured
 from tests.lab.test_jobs import assert_same
 
@@ -170,7 +169,7 @@ def test_with_a_fixed_period_the_first_reparametrisation_is_before_the_first_upd
         training = job.begin()
         whitenings = [site.whitening for layer in training.model if hasattr(layer, "sites") for site in layer.sites]
         assert whitenings and all(whitening is not None for whitening in whitenings)
-        assert training.optimizer.refresher.next_refresh() == 100
+        assert refresher_of(training.optimizer).next_refresh() == 100
 
 
 def test_the_fisher_of_a_small_network_is_kept_before_and_after(mnist: Path, tmp_path: Path) -> None:
@@ -402,11 +401,3 @@ def test_every_tuned_setting_is_one_that_the_method_knows() -> None:
     for key, tuned in [item for table in tables for item in table.items()]:
         known = set(KEYS[key].settings) | ({"eps"} if tuned.initialisation == "whitened" else set())
         assert set(tuned.settings) <= known
-
-
-def test_early_refreshes_can_be_left_out() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 3))
-    optimizer = prong.PRONG(model, early=False, period=5, samples=8)
-    assert optimizer.refresher.next_refresh() == 5
-    with pytest.raises(ValueError, match="early=False needs a period"):
-        prong.PRONG(torch.nn.Sequential(torch.nn.Linear(4, 3)), early=False, period="auto")

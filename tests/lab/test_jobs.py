@@ -61,7 +61,7 @@ def unused(folder: RunFolder, *troubles: str) -> str:
 
 def test_a_run_killed_at_twenty_random_moments_ends_as_if_it_had_not_been(mnist: Path, tmp_path: Path) -> None:
     seed = random.randrange(10**6)
-    command = [sys.executable, "-m", "tests.lab.killed", str(tmp_path / "runs"), str(mnist), "prong-balanced"]
+    command = [sys.executable, "-m", "tests.lab.killed", str(tmp_path / "runs"), str(mnist), "prong-adamw"]
     done = subprocess.run(
         [*command, str(seed), "20"],
         cwd=ROOT,

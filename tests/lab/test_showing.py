@@ -74,7 +74,7 @@ def test_what_is_told_is_the_loss_the_error_and_the_pace_since_a_run_went_on(mon
 
 def test_on_a_narrow_terminal_words_are_cut_before_names_and_counts() -> None:
     console, file = screen(terminal=True, width=60)
-    with Shown(console, [job("prong-balanced-whitened-seed0", 10_000)]) as shown:
-        shown.tell(News("prong-balanced-whitened-seed0", 40, "loss 0.5, train error 7, 100.0 ms per update"))
+    with Shown(console, [job("prong-default-whitened-seed0", 10_000)]) as shown:
+        shown.tell(News("prong-default-whitened-seed0", 40, "loss 0.5, train error 7, 100.0 ms per update"))
         shown._progress.refresh()
-    assert "prong-balanced-whitened-seed0" in file.getvalue() and "40/10000" in file.getvalue()
+    assert "prong-default-whitened-seed0" in file.getvalue() and "40/10000" in file.getvalue()

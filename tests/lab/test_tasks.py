@@ -109,7 +109,7 @@ def test_the_fisher_is_looked_at_in_the_coordinates_that_are_trained(mnist: Path
     canonical = task.block(model, 40)
     prong.whiten_(model)
     assert torch.allclose(task.block(model, 40), canonical), "not whitened yet"
-    prong.refresh_(model, task.initial_batches(), 1e-3)
+    prong.refresh_(model, task.initial_batches(), prong.Absolute(1e-3))
     spectrum = prong.fisher.spectrum
     assert spectrum(task.block(model, 40)).condition < spectrum(canonical).condition
 

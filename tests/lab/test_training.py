@@ -17,6 +17,7 @@ from prong.lab.methods import METHODS, Schedule, Together, Trains
 from prong.lab.tasks.base import Divergence
 from prong.lab.tasks.reconstruction import Reconstruction, reconstruction_errors
 from prong.lab.training import Order, Plan, Row, Run, Training, minibatches, train
+from prong.model.whiten import whitened_sites
 from tests.lab.digits import small_digits
 
 DIGITS = small_digits()
@@ -64,7 +65,7 @@ def test_the_same_seed_gives_the_same_run(optimizer: str) -> None:
         model = small_model()
         if optimizer == "sgd":
             return trained(model, SGD(model.parameters(), 1e-3))
-        return trained(model, prong.PRONG(model, 1e-5, period=4, samples=32))
+        return trained(model, prong.PRONG(model, 1e-5, refresh=prong.Every(4, samples=32)))
 
     assert errors(once()) == errors(once())
 
@@ -138,7 +139,7 @@ def test_evaluation_does_not_enter_the_statistics_of_prong() -> None:
     prong.PRONG(model, 1e-5)
     squared_error(model, DIGITS.test)
     assert model.training
-    assert all(site.inputs.moments.count == 0 for layer in model[::2] for site in layer.sites)
+    assert all(site.window.moments.count == 0 for _, site in whitened_sites(model).values())
 
 
 def test_the_rate_warms_up_stays_and_decays() -> None:
@@ -218,7 +219,7 @@ def test_divergence_of_sgd_is_reported_with_its_update() -> None:
 
 def test_divergence_met_first_by_the_statistics_of_prong_is_reported_too() -> None:
     model = nn.Sequential(nn.Linear(784, 6), nn.Linear(6, 784))
-    run = trained(model, prong.PRONG(model, 1e30))
+    run = trained(model, prong.PRONG(model, 1e30, trust=None))
     assert run.failure is not None and run.failure.startswith("diverged at update ")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prong.lab.folders import RunFolder
-from prong.lab.methods import KEYS
+from prong.lab.methods import RECORDED
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -25,7 +25,7 @@ def write_run(
     **changes: Any,
 ) -> RunFolder:
     """A folder as a run leaves it; `changes` are of its configuration."""
-    label = KEYS[method].name if method in KEYS else method
+    label = RECORDED[method].name if method in RECORDED else method
     config = {
         "experiment": experiment,
         "part": "",

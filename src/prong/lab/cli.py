@@ -118,14 +118,6 @@ BENCH = Group(
             "What a measurement of prong.monitor costs, in updates.",
             ("prong bench watching --json results/watching.json", "prong bench watching --batches 128"),
         ),
-        "options": Command(
-            "prong.lab.bench.options:main",
-            "What PRONG's options do to learning, one changed at a time.",
-            (
-                "prong bench options --json results/options.json",
-                "prong bench options --options 'as it is' cutoff=1 --updates 200 --seeds 0",
-            ),
-        ),
         "pace": Command(
             "prong.lab.bench.pace:main",
             "What an update of each method costs on the autoencoder, for the report's time axis.",

@@ -130,7 +130,14 @@ def trained(setup: Setup, digits: Digits, seed: int) -> nn.Module:
     """A classifier trained by PRONG, its learning rate falling to zero, folded."""
     torch.manual_seed(seed)
     model = classifier(setup.widths)
-    optimizer = prong.PRONG(model, setup.lr, eps=setup.eps, period=setup.period, samples=setup.samples)
+    optimizer = prong.PRONG(
+        model,
+        setup.lr,
+        damping=prong.Absolute(setup.eps),
+        form="implicit",
+        refresh=prong.Every(setup.period, samples=setup.samples),
+        trust=None,
+    )
     stream = minibatches(torch.arange(len(digits.train)), setup.batch, seed)
     for update in range(setup.updates):
         indices = next(stream)

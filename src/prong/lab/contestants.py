@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import prong
 from prong.distributed.workers import ALONE, Workers
 from prong.lab.data import FOLDER_VARIABLE
-from prong.lab.methods import DAMPED, METHODS, Method, Refreshed, Schedule, Settings, Trains
+from prong.lab.methods import DAMPED, METHODS, Method, Schedule, Settings, Trains, refresher_of
 from prong.lab.tasks.base import Task
 from prong.lab.tasks.reconstruction import Reconstruction
 from prong.lab.training import DIVERGENCES, Plan, Run, Training, train
@@ -49,12 +49,14 @@ class Contestant:
         return {name: self.method.rates if name == "lr" else DAMPINGS for name in searched}
 
     def start(self, model: nn.Module, settings: Settings, batches: Sequence[Tensor], schedule: Schedule) -> Trains:
-        """The optimizer of a new model, and the model initialised."""
+        """The optimizer of a new model, and the model initialised: all from the same weights."""
+        whitened = self.initialisation == "whitened"
+        if whitened:
+            prong.initialize_(model, batches, prong.Absolute(settings["eps"]))
         optimizer = self.method.make(model, settings, schedule)
-        if self.initialisation == "whitened":
-            prong.initialize_(model, batches, settings["eps"])  # parameters stay the objects that the optimizer holds
-        elif not schedule.early and isinstance(optimizer, prong.PRONG | Refreshed):
-            optimizer.refresher.refresh(batches)  # the paper's first, before the first update
+        refresher = refresher_of(optimizer)
+        if refresher is not None and (whitened or not schedule.early):
+            refresher.refresh(batches)  # the paper's first, before the first update
         return optimizer
 
     def begin(

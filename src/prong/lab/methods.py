@@ -17,6 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 import prong
+from prong.attachment import attachment_of
+from prong.optimizers import Composite
+from prong.options import Form
+from prong.refresh.refresher import Refresher
 
 Settings = Mapping[str, float]
 MOMENTUM = 0.9
@@ -48,6 +52,11 @@ class Schedule:
     samples: int = 12_800
     early: bool = True
 
+    @property
+    def refresh(self) -> prong.Every:
+        """The same for an optimizer."""
+        return prong.Every(self.period, samples=self.samples, growth=1.0 if self.early else None)
+
 
 Make = Callable[[nn.Module, Settings, Schedule], Trains]
 
@@ -64,6 +73,7 @@ class Method:
         batch_norm: whether it trains a model with batch-norm layers.
         settings: all that it knows, `lr` among it, with what they are where nobody says otherwise.
         resumable: whether its state can be saved; who cannot takes part in benchmarks only.
+        refreshes: whether it is ours, and trains in whitened coordinates.
         rates: the learning rates among which a race searches: two decades, set after a wider search (docs/log.md).
     """
 
@@ -74,6 +84,7 @@ class Method:
     batch_norm: bool = False
     settings: Settings = field(default_factory=lambda: {"lr": 1e-3})
     resumable: bool = True
+    refreshes: bool = False
     rates: tuple[float, float] = (1e-4, 1e-2)
 
     def __post_init__(self) -> None:
@@ -114,44 +125,53 @@ def optimizers_of(trains: Trains) -> tuple[Optimizer, ...]:
     return trains.optimizers if isinstance(trains, Together) else (trains,)  # type: ignore[return-value]
 
 
-class Refreshed(Together):
-    """An optimizer of any kind in whitened coordinates, with what refreshes them."""
-
-    def __init__(self, optimizer: Optimizer, refresher: prong.Refresher) -> None:
-        super().__init__(optimizer)
-        self.refresher = refresher
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's and the whitening's."""
-        return {**super().state_dict(), "refresher": self.refresher.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give each its own."""
-        super().load_state_dict(state_dict)
-        self.refresher.load_state_dict(state_dict["refresher"])
+def refresher_of(trains: Trains) -> Refresher | None:
+    """What refreshes its whitened coordinates, if it trains in such."""
+    return attachment_of(trains).refresher if isinstance(trains, Composite) else None
 
 
-def prong_of(model: nn.Module, settings: Settings, schedule: Schedule, **options: Any) -> Trains:
-    """PRONG of a model, with options of its own."""
+def prong_of(
+    model: nn.Module, settings: Settings, schedule: Schedule, form: Form | None = None, **options: Any
+) -> Trains:
+    """The paper's PRONG of a model: absolute damping, no bound on steps, and options of its own."""
     return prong.PRONG(
         model,
         settings["lr"],
         momentum=settings.get("momentum", MOMENTUM),
         nesterov=settings.get("momentum", MOMENTUM) > 0,
         weight_decay=settings.get("weight_decay", 0.0),
-        eps=settings["eps"],
-        period=schedule.period,
-        samples=schedule.samples,
-        early=schedule.early,
+        damping=prong.Absolute(settings["eps"]),
+        form=prong.Implicit() if form is None else form,
+        refresh=schedule.refresh,
+        trust=None,
         **options,
     )
 
 
 def _whitened_adam(model: nn.Module, settings: Settings, schedule: Schedule) -> Trains:
-    prong.whiten_(model, form="explicit")
-    optimizer = torch.optim.Adam(model.parameters(), settings["lr"], weight_decay=settings.get("weight_decay", 0.0))
-    refresher = prong.Refresher(model, optimizer, eps=settings["eps"], period=schedule.period, samples=schedule.samples)
-    return Refreshed(optimizer, refresher)
+    return prong.AdamW(
+        model,
+        settings["lr"],
+        weight_decay=settings.get("weight_decay", 0.0),
+        damping=prong.Absolute(settings["eps"]),
+        form="explicit",
+        refresh=schedule.refresh,
+        trust=None,
+    )
+
+
+def _as_it_comes(optimizer: Callable[..., Trains]) -> Make:
+    """One of ours with its own defaults, but for the settings that it is given and the schedule."""
+
+    def make(model: nn.Module, settings: Settings, schedule: Schedule) -> Trains:
+        known = {name: settings[name] for name in ("momentum", "weight_decay") if name in settings}
+        return optimizer(model, settings["lr"], refresh=schedule.refresh, **known)
+
+    return make
+
+
+def _gone(model: nn.Module, settings: Settings, schedule: Schedule) -> Trains:
+    raise ValueError("this method is no more; records of it can be reported")
 
 
 def _sgd(model: nn.Module, settings: Settings, schedule: Schedule, nesterov: bool = True) -> Trains:
@@ -205,34 +225,43 @@ def trouble(name: str, value: float) -> str | None:
 
 
 DAMPED = ("lr", "eps")
+_Ours = partial(Method, searched=DAMPED, refreshes=True)  # tuned by rate and damping
 LEAST: Settings = {"lr": 1e-3, "weight_decay": 0.0}
 HEAVY: Settings = {**LEAST, "momentum": MOMENTUM}
 WHITENED: Settings = {**HEAVY, "eps": 1e-2}
 RMSPROP: Settings = {**LEAST, "momentum": 0.0, "decay": 0.99, "regulariser": 1e-8}
 _ALL: Sequence[Method] = (
-    Method("prong", "PRONG", prong_of, DAMPED, settings=WHITENED),
-    Method("prong-cutoff", "PRONG, cutoff", partial(prong_of, cutoff=1.0), DAMPED, settings=WHITENED),
-    Method("prong-balanced", "PRONG, balanced", partial(prong_of, balance=True, cutoff=1.0), DAMPED, settings=WHITENED),
-    Method("prong-explicit", "PRONG, explicit", partial(prong_of, form="explicit"), DAMPED, settings=WHITENED),
-    Method("prong+", "PRONG+", partial(prong_of, plus=True), DAMPED, settings=WHITENED),
-    Method(
+    _Ours("prong", "PRONG", prong_of, settings=WHITENED),
+    _Ours("prong-cutoff", "PRONG, cutoff", partial(prong_of, form=prong.Implicit(cutoff=1.0)), settings=WHITENED),
+    _Ours("prong-explicit", "PRONG, explicit", partial(prong_of, form=prong.Explicit()), settings=WHITENED),
+    _Ours("prong+", "PRONG+", partial(prong_of, form=prong.Explicit(plus=True)), settings=WHITENED),
+    _Ours(
         "prong-bn",
         "PRONG and batch norm",
-        partial(prong_of, cutoff=1.0),
-        DAMPED,
+        partial(prong_of, form=prong.Implicit(cutoff=1.0)),
         batch_norm=True,
         settings=WHITENED,
         rates=(1e-3, 1e-1),
     ),
-    Method(
+    _Ours(
         "kfac-like",
         "PRONG, gradients whitened",
-        partial(prong_of, gradient_whitening="empirical"),
-        DAMPED,
+        partial(prong_of, outputs=prong.WhitenOutputs("empirical")),
         settings=WHITENED,
         rates=(1e-5, 1e-3),
     ),
-    Method("whitened-adam", "Adam, whitened coordinates", _whitened_adam, DAMPED, settings={**LEAST, "eps": 1e-2}),
+    _Ours("whitened-adam", "Adam, whitened coordinates", _whitened_adam, settings={**LEAST, "eps": 1e-2}),
+    _Ours(
+        "prong-default", "PRONG, defaults", _as_it_comes(prong.PRONG), searched=("lr",), settings={**HEAVY, "lr": 1e-2}
+    ),
+    _Ours(
+        "prong-adamw",
+        "AdamW, whitened",
+        _as_it_comes(prong.AdamW),
+        searched=("lr",),
+        settings={"lr": 1e-3, "weight_decay": 1e-2},
+    ),
+    _Ours("prong-muon", "Muon, whitened", _as_it_comes(prong.Muon), searched=("lr",), settings={**LEAST, "lr": 2e-2}),
     Method("nesterov", "SGD", _sgd, settings=HEAVY, rates=(1e-3, 1e-1)),
     Method("sgd", "SGD, heavy ball", partial(_sgd, nesterov=False), settings=HEAVY, rates=(1e-3, 1e-1)),
     Method("batchnorm", "batch norm", _sgd, batch_norm=True, settings=HEAVY, rates=(1e-2, 1.0)),
@@ -258,4 +287,7 @@ _ALL: Sequence[Method] = (
 )
 METHODS: Mapping[str, Method] = {method.name: method for method in _ALL}
 KEYS: Mapping[str, Method] = {method.key: method for method in _ALL}
-OURS = tuple(name for name, method in METHODS.items() if "eps" in method.searched)
+# Those that cannot be run any more are known to reports of what was recorded.
+_PAST = (_Ours("prong-balanced", "PRONG, balanced", _gone, settings=WHITENED),)
+RECORDED: Mapping[str, Method] = {**KEYS, **{method.key: method for method in _PAST}}
+OURS = tuple(method.name for method in RECORDED.values() if method.refreshes)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-import prong
 from prong.distributed.workers import ALONE, Workers
 from prong.lab.data import PIXELS
-from prong.lab.methods import Refreshed, Trains, optimizers_of
+from prong.lab.methods import Trains, optimizers_of, refresher_of
 from prong.lab.parallel import distributed
 from prong.lab.tasks.base import Divergence, Task, Wanted, batches
 
@@ -211,8 +210,9 @@ class Training:
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on as if nothing had happened, the same for all workers."""
-        if not self._workers.alone and isinstance(self.optimizer, prong.PRONG | Refreshed):
-            self.optimizer.refresher.synchronize()
+        refresher = refresher_of(self.optimizer)
+        if refresher is not None:
+            refresher.synchronize()
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from prong.core.moments import Moments
+from prong.distributed.agreement import agree_
 from prong.distributed.workers import ALONE, Workers
-from prong.layers import in_backward
-from prong.model.whiten import whitened_sites
+from prong.layers import Plain, in_backward
+from prong.model.whiten import whitened_layers, whitened_sites
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -89,8 +91,8 @@ def gathering(
     sites = whitened_sites(model)
     chosen = {name: sites[name] for name in (sites if names is None else names)}
     before = [
-        (site, {key: getattr(site, key) for key in ("window", "taps", "outputs", "aside")})
-        for _, site in sites.values()
+        (layer, site, site.layout, {key: getattr(site, key) for key in ("window", "taps", "outputs", "aside")})
+        for layer, site in sites.values()
     ]
     errors: list[FloatingPointError] | None = None if workers.alone else []
     for _, site in sites.values():
@@ -105,8 +107,10 @@ def gathering(
             raise errors[0]
         moments.update({name: site.window.moments for name, (_, site) in chosen.items() if site.window is not None})
     finally:
-        for site, values in before:
+        for layer, site, layout, values in before:
             vars(site).update(values)
+            if site.window is not None and site.layout != layout:  # blocks were chosen meanwhile
+                site.window.restart(site.new_window(layer.pair(site)[0]).moments)
 
 
 @contextmanager
@@ -165,6 +169,22 @@ def estimate(
     names: Iterable[str] | None = None,
 ) -> dict[str, Moments]:
     """The input moments of every (named) whitened site, from this worker's batches and without side effects."""
+    batches = settle_blocks(model, batches, forward, workers)
     with workers.together(), undisturbed(model), gathering(model, names, workers) as moments:
         run_batches(model, batches, samples, forward, workers)
     return moments
+
+
+def settle_blocks(model: nn.Module, batches: Any, forward: Forward | None, workers: Workers) -> Any:
+    """The batches; by the first of each worker, all of them have agreed in which blocks to whiten."""
+    layers = [layer for _, layer in whitened_layers(model)]
+    if workers.alone or all(layer.settled for layer in layers if isinstance(layer, Plain)):
+        return batches
+    first: list[Any] = []
+    rest: Iterable[Any] = ()
+    with workers.together(), undisturbed(model), gathering(model, (), workers):
+        rest = iter(as_batches(batches))
+        first = list(islice(rest, 1))
+        run_batches(model, first, None, forward, workers)
+    agree_(layers, workers)
+    return chain(first, rest)

@@ -79,10 +79,10 @@ def _kept(layer: _Layer) -> Tensor:
 
 
 WAYS: Mapping[str, Callable[[_Layer], Tensor]] = {
-    COPY: lambda layer: layer.operation.whitened(layer.h, layer.P, (layer.c, None), 0.0, None),
-    FUSED: lambda layer: layer.operation.whitened(layer.h, layer.P, (None, layer.cP), 0.0, None),
+    COPY: lambda layer: layer.operation.whitened(layer.h, layer.P, (layer.c, None), 0.0),
+    FUSED: lambda layer: layer.operation.whitened(layer.h, layer.P, (None, layer.cP), 0.0),
     KEPT: _kept,
-    NONE: lambda layer: layer.operation.whitened(layer.h, layer.P, (None, None), 0.0, None),
+    NONE: lambda layer: layer.operation.whitened(layer.h, layer.P, (None, None), 0.0),
 }
 
 

@@ -23,7 +23,7 @@ from prong.lab.timing import interleaved
 
 NAME = "compiled"
 EAGER, COMPILED = "eager", "compiled"
-CHOSEN = ("PRONG", "PRONG, cutoff", "PRONG, balanced", "SGD", "Adam")
+CHOSEN = ("PRONG", "PRONG, cutoff", "PRONG, defaults", "SGD", "Adam")
 BASELINE = "SGD"
 
 

@@ -184,7 +184,7 @@ def measure(
 
 def steps(methods: Sequence[Method], repetitions: int) -> int:
     """How often `measure` calls `on_step`."""
-    parts = sum(3 if "eps" in method.searched else 1 for method in methods)
+    parts = sum(3 if method.refreshes else 1 for method in methods)
     return 2 * len(methods) + parts * (repetitions + 1)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from prong.lab.bench import (
     centring,
     compiled,
-    options,
     profile,
     refresh,
     scaling,
@@ -80,15 +79,6 @@ SECTIONS = (
     Section("centring", centring.sheets, None, "prong bench centring --json results/centring.json"),
     Section("compiled", compiled.sheets, None, "prong bench compiled --json results/compiled.json"),
     Section("watching", watching.sheets, None, "prong bench watching --json results/watching.json"),
-    Section("options", options.sheets, None, "prong bench options --json results/options.json"),
-    Section(
-        "options-bfloat16",
-        options.sheets,
-        None,
-        'prong bench options --options "as it is" cutoff=1 storage=bfloat16 "cutoff=1, storage=bfloat16" '
-        "--json results/options-bfloat16.json",
-        bench="options",
-    ),
     Section(
         "race",
         standings.sheets,

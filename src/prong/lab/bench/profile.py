@@ -21,7 +21,7 @@ from prong.lab.record import keep, provenance
 from prong.lab.terminal import at_least, each_once, known, make_console, progress, writable
 
 NAME = "profile"
-CHOSEN = ("PRONG", "PRONG, cutoff", "PRONG, balanced", "SGD", "Adam")
+CHOSEN = ("PRONG", "PRONG, cutoff", "PRONG, defaults", "SGD", "Adam")
 BASELINE = "SGD"
 PRODUCTS, REST, OUTSIDE = PARTS = ("products", "other operators", "outside operators")
 OPERATOR = "aten::"

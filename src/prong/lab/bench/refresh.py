@@ -7,20 +7,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from prong.core.coordinates import Transition, transport_velocity
 from prong.core.moments import Moments
-from prong.core.whitening import BASES, Basis, whiten
+from prong.core.whitening import whiten
 from prong.lab.bench.growth import exponent
 from prong.lab.bench.plots import Panel, draw
 from prong.lab.bench.sheets import Sheet, number, power, present
 from prong.lab.record import keep, provenance
 from prong.lab.terminal import at_least, make_console, progress, writable
 from prong.lab.timing import interleaved
+from prong.options import Basis
 
 NAME = "refresh"
 NARROWEST = 64
@@ -31,7 +32,7 @@ BLOCK_SECONDS = 0.02  # parts that take less are called several times in a row
 PARTS = {
     "statistics": "adding the samples, batch by batch",
     "P": "P = (Sigma + eps I)^-1, the implicit form's",
-    **{basis: f"U and its inverse in the {basis} basis" for basis in BASES},
+    **{basis: f"U and its inverse in the {basis} basis" for basis in get_args(Basis)},
     "projection": "V, d and their momentum from one basis to another, the explicit form's",
     "plain": "torch.linalg.cholesky and torch.cholesky_inverse of the same matrix",
 }

@@ -102,8 +102,8 @@ def _blocks(case: Case, rank: float) -> dict[str, Callable[[], None]]:
     delta = torch.randn_like(case.plain(h, W, b).detach())
     switch = Switch()
     ways: dict[str, Callable[[], Tensor]] = {
-        ACTIVATION: lambda: natural(case.unpadded, case.padded(), W, b, P, c, cP, None, tail, switch),
-        GRADIENT: lambda: case.plain(h, *naturalize(W, b, P, c, cP, None, tail, layout, switch)),
+        ACTIVATION: lambda: natural(case.unpadded, case.padded(), W, b, P, c, cP, tail, switch),
+        GRADIENT: lambda: case.plain(h, *naturalize(W, b, P, c, cP, tail, layout, switch)),
     }
 
     def block(way: Callable[[], Tensor]) -> Callable[[], None]:

@@ -13,6 +13,7 @@ import pytorch_optimizer
 import torch
 from torch import nn
 
+import prong
 from prong.core.precision import has_bfloat16
 from prong.lab.bench.amortise import CLOSED, OPEN, REFRESH, averages
 from prong.lab.bench.contest import BLOCK, PACES, SETTINGS, Pace, measure, steps
@@ -54,7 +55,7 @@ def _kron_late(model: nn.Module, settings: Settings, schedule: Schedule) -> Trai
 
 def _in_bfloat16(name: str, cutoff: float) -> Method:
     """PRONG with its matrices in bfloat16."""
-    make = partial(prong_of, storage=torch.bfloat16, cutoff=cutoff)
+    make = partial(prong_of, form=prong.Implicit(cutoff=cutoff, storage=torch.bfloat16))
     return replace(METHODS["PRONG"], key=name.lower().replace(", ", "-"), name=name, make=make)
 
 

@@ -86,8 +86,8 @@ def _trained(x: Tensor, updates: int) -> dict[str, Tensor]:
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         model = autoencoder()
-        optimizer = prong.PRONG(model, 1e-3, nesterov=True, eps=3e-2, period=200, samples=5000, balance=True)
-        optimizer.initialize(torch.split(x[:5000], 500))
+        optimizer = prong.PRONG(model, 1e-3, nesterov=True, refresh=prong.Every(200, samples=5000))
+        prong.initialize_(model, torch.split(x[:5000], 500))
         for update, batch in enumerate(islice(minibatches(x, min(128, len(x)), seed=0), updates)):
             for group in optimizer.param_groups:
                 group["lr"] = 1e-3 * min(1.0, (update + 1) / 50)

@@ -27,7 +27,9 @@ TUNED: Mapping[str, Tuned] = {
     "adam": Tuned({"lr": 0.003}, "standard", {"lr": 0.0018, "eps": 0.0614}),
     "batchnorm": Tuned({"lr": 0.02}, "standard", {"lr": 0.173, "eps": 0.00698}),
     "prong": Tuned({"lr": 0.000403, "eps": 0.00727}, "whitened", {"lr": 0.00606, "eps": 0.0967}),
-    "prong-balanced": Tuned({"lr": 0.000413, "eps": 0.0327}, "whitened", {"lr": 0.000177, "eps": 0.261}),
+    "prong-default": Tuned({"lr": 0.003, "eps": 0.0327}, "whitened"),
+    "prong-adamw": Tuned({"lr": 0.003, "eps": 0.0327}, "whitened"),
+    "prong-muon": Tuned({"lr": 0.02, "eps": 0.0327}, "whitened"),
     "prong+": Tuned({"lr": 0.003, "eps": 0.1}, "whitened", {"lr": 0.00606, "eps": 0.0967}),
     "prong-bn": Tuned({"lr": 0.04, "eps": 0.1}, "whitened", {"lr": 0.0192, "eps": 0.0571}),
     "whitened-adam": Tuned({"lr": 0.003, "eps": 0.1}, "whitened"),
@@ -64,7 +66,7 @@ class Options(Common):
     """
 
     QUICK: ClassVar[Mapping[str, Any]] = {
-        "methods": ("nesterov", "adam", "batchnorm", "prong-balanced", "prong-bn"),
+        "methods": ("nesterov", "adam", "batchnorm", "prong-default", "prong-adamw"),
         "updates": 300,
         "evaluations": 20,
         "samples": 4000,

@@ -53,7 +53,7 @@ CATALOGUE: Sequence[Entry] = (
         (
             "prong run autoencoder --quick",
             "prong run autoencoder --seeds 3 --jobs 2",
-            "prong run autoencoder --methods prong-balanced adam --updates 2000 --lr 0.001",
+            "prong run autoencoder --methods prong-adamw adam --updates 2000 --lr 0.001",
         ),
     ),
     Entry(

@@ -22,12 +22,15 @@ PINK, RED, GREY = "#CC79A7", "#D55E00", "#333333"
 OTHER = "#8C6D46"
 LOOKS: Mapping[str, tuple[str, Dash]] = {
     "prong": (BLUE, "solid"),
-    "prong-balanced": (BLUE, "dash"),
+    "prong-default": (BLUE, "dash"),
+    "prong-balanced": (BLUE, "dashdotdot"),
     "prong-cutoff": (BLUE, "dot"),
     "prong-explicit": (BLUE, "dashdot"),
     "prong+": (SKY, "solid"),
     "prong-bn": (SKY, "dash"),
     "kfac-like": (SKY, "dot"),
+    "prong-adamw": (SKY, "dashdot"),
+    "prong-muon": (SKY, "dashdotdot"),
     "nesterov": (GREY, "solid"),
     "sgd": (GREY, "dash"),
     "batchnorm": (ORANGE, "solid"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prong.lab.bench.sheets import NONE
-from prong.lab.methods import KEYS
+from prong.lab.methods import RECORDED
 from prong.lab.page.groups import Clock, Group, Point, Value, groups, reaching
 from prong.lab.page.runs import Experiment, Run
 
@@ -55,7 +55,9 @@ def of(experiment: Experiment, *keys: str) -> list[Group]:
 def whitened(experiment: Experiment, batch_norm: bool = False) -> list[Group]:
     """PRONG in all its variants, or in all on models without batch norm."""
     known = [group for group in groups(experiment.runs, lengths=False) if is_prong(group)]
-    return [group for group in known if batch_norm or not (group.method in KEYS and KEYS[group.method].batch_norm)]
+    return [
+        group for group in known if batch_norm or not (group.method in RECORDED and RECORDED[group.method].batch_norm)
+    ]
 
 
 def comparable(runs: Sequence[Run]) -> list[Run]:

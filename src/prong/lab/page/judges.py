@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from prong.lab.methods import KEYS
+from prong.lab.methods import RECORDED
 from prong.lab.page.findings import (
     SGD,
     SQUARES,
@@ -108,7 +108,7 @@ def less_time(experiment: Experiment, keys: Sequence[str] = (), batch_norm: bool
     told = [f"{name} {_times(time / fastest if fastest else math.inf)}" for time, name in rivals]
     ours_told = f"{who.name} {fastest:.3g} s to {error:.3g}; {', '.join(told)}; {how}, {seeds(who, *others)}"
     if fastest < rivals[0][0]:
-        missing = [KEYS[key].name for key in keys if key not in SGD and not of(experiment, key)]
+        missing = [RECORDED[key].name for key in keys if key not in SGD and not of(experiment, key)]
         if missing:
             return not_run(" and ".join(missing))
         if (finding := unequal(*entered)) is not None:

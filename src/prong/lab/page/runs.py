@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any
 
 from prong.lab.folders import METRICS, RunFolder, run_folders
-from prong.lab.methods import KEYS, OURS
+from prong.lab.methods import RECORDED
 from prong.lab.racing.clock import Pace
 from prong.lab.record import ForeignRecordError, read_json
 
@@ -24,7 +24,7 @@ CONFIG: Mapping[str, type] = {  # what the page asks of a configuration
 RECORD = {"experiment", "clock", "runs"}  # all that ours hold
 NAME = re.compile(r"\w[\w.+-]*")  # of experiments and measures, which name files
 PAPER = ("conditioning", "sensitivity", "autoencoder", "cifar10", "imagenet")
-ORDER = list(KEYS)
+ORDER = list(RECORDED)
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def _clock(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         raise ForeignRecordError(f"{path} has costs that are not numbers by method. Make it anew: `prong bench pace`.")
     clock = {}
     for key, entry in costs.items():
-        refreshes = key in KEYS and KEYS[key].name in OURS
+        refreshes = key in RECORDED and RECORDED[key].refreshes
         settings = ("batch", "period", "samples") if refreshes else ("batch",)
         made_for = {"bf16": False, **{name: config[name] for name in settings if name in config}}
         clock[key] = {"made_for": made_for, **entry}

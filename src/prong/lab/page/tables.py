@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from prong.lab.bench.sheets import NONE, Sheet, origin
-from prong.lab.methods import KEYS
+from prong.lab.methods import RECORDED
 from prong.lab.page.findings import SGD, SQUARES
 from prong.lab.page.groups import Group, groups, quantities, setting
 from prong.lab.page.pairs import by_label, paired
@@ -126,8 +126,8 @@ def settings(experiment: Experiment, part: str = "") -> Sheet:
         config, plan = group.config, group.config["plan"]
         told = [f"{name} {_short(value)}" for name, value in config["settings"].items()]
         told += ["bfloat16"] if plan.get("bf16") else []
-        method = KEYS.get(group.method)
-        refreshing = method is None or "eps" in method.searched
+        method = RECORDED.get(group.method)
+        refreshing = method is None or method.refreshes
         schedule = [_short(config["schedule"].get(name)) if refreshing else NONE for name in ("period", "samples")]
         numbers = [_short(plan.get("batch")), _short(plan.get("updates")), _short(config["parameters"])]
         started, annealed = config["initialisation"], str(plan.get("anneal", NONE))

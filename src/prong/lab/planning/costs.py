@@ -4,18 +4,20 @@ With m = `layout.matrices` blocks of n = `layout.features` inputs each (one of a
 and r rows:
 
     preconditioning    2 r m n^2 in activation space, 2 out taps m n^2 in gradient space
-    statistics         2 r m t(n), with t(n) the numbers of a lower triangle in blocks of rows
+    statistics         2 s m n^2, with s the rows that are looked at
     factorisation      m n^3, a Cholesky factor (n^3 / 3) and the inverse from it (2 n^3 / 3)
     exchange           m n (n + 1) / 2 numbers of statistics to all, m n^2 of P from its owner
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from prong.core.moments import block_rows
+from prong.core.moments import LEAST
 from prong.lab.planning.tracing import Place
 from prong.layers.natural import activation_space_is_cheaper
+from prong.refresh.schedule import share_of_rows
 
 PRECISE = 4  # bytes of a number in statistics, factorisations and their exchange
 
@@ -85,18 +87,16 @@ def preconditioning(place: Place, itemsize: int) -> Work:
     return Work(work.flops, work.moved + centring, 1)
 
 
-def triangle(size: int) -> int:
-    """Numbers that statistics of so many inputs hold: a lower triangle, in blocks of rows."""
-    rows = block_rows(size)
-    return sum((min(size, start + rows) - start) * min(size, start + rows) for start in range(0, size, rows))
+def looked_at(place: Place) -> int:
+    """How many of a minibatch's rows enter the statistics."""
+    return min(place.rows, max(LEAST, math.ceil(share_of_rows(place.layout) * place.rows)))
 
 
 def statistics(place: Place) -> Work:
     """What an update adds while its window is open."""
-    layout = place.layout
-    held = triangle(layout.features)
-    rows = place.rows * layout.matrices * layout.features
-    return Work(2.0 * place.rows * layout.matrices * held, PRECISE * (4.0 * rows + held * layout.matrices))
+    layout, count = place.layout, looked_at(place)
+    held = layout.matrices * layout.features**2
+    return Work(2.0 * count * held, PRECISE * (4.0 * count * layout.matrices * layout.features + held))
 
 
 def packed(place: Place) -> int:
@@ -124,6 +124,6 @@ def sent_inverse(place: Place) -> int:
 
 
 def window(place: Place) -> int:
-    """Bytes of statistics while a window is open: triangles, as many rows that wait to be added as they save, means."""
+    """Bytes of statistics while a window is open: matrices, as many rows that wait to be added, means."""
     size = place.layout.features
-    return PRECISE * place.layout.matrices * (size * size + size)
+    return PRECISE * place.layout.matrices * (2 * size * size + size)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from prong.distributed import sharing
+from prong.distributed.exchange import owners as shared_out
 from prong.lab.bench.amortise import all_in, window_updates
 from prong.lab.planning import costs
 from prong.lab.planning.costs import Work
@@ -133,7 +134,7 @@ def predict(traced: Traced, machine: Machine, setting: Setting) -> Prediction:
     item, workers = traced.itemsize, setting.workers
     own = [place for place in traced.places if place.owner == place.name]
     seconds = {p.name: _seconds(costs.factorisation(p), machine, workers, "float32", factor=True) for p in own}
-    owners = sharing.owners({p.name: float(costs.factorisation(p).flops) for p in own}, workers)
+    owners = shared_out({p.name: float(costs.factorisation(p).flops) for p in own}, workers)
     loads = [
         sum(seconds[name] for name, rank in owners.items() if rank == r) for r in range(min(workers, len(own)) or 1)
     ]
@@ -156,7 +157,7 @@ def predict(traced: Traced, machine: Machine, setting: Setting) -> Prediction:
         for r in range(len(loads))
     )
     sgd_memory = 3 * gradient + traced.kept
-    examples = max((place.samples for place in traced.places), default=1) * workers
+    examples = max((math.ceil(p.samples * costs.looked_at(p) / p.rows) for p in traced.places), default=1) * workers
     return Prediction(
         total=total,
         kinds=parts,

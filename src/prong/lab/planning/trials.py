@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import prong
+from prong.attachment import attachment_of
 from prong.lab.bench.phases import HORIZON, Phases
 from prong.lab.planning.subjects import subject
 from prong.model.whiten import whitened_sites
@@ -40,14 +41,21 @@ class Trial:
         self._examples = examples * dist.get_world_size()
         plain, whitened = what.make(), what.make()
         sgd = torch.optim.SGD(plain.parameters(), LR, momentum=0.9)
-        natural = prong.PRONG(whitened, LR, eps=EPS, period=HORIZON, samples=SAMPLES)
+        natural = prong.PRONG(
+            whitened,
+            LR,
+            damping=prong.Absolute(EPS),
+            form="implicit",
+            refresh=prong.Every(HORIZON, samples=SAMPLES),
+            trust=None,
+        )
         self._sgd = _training(_distributed(plain), sgd, self._inputs)
         self._model = _distributed(whitened)
         self._prong = _training(self._model, natural, self._inputs)
         for _ in range(2):  # DDP arranges its buckets anew after the first
             self._sgd()
             self._prong()
-        self._phases = Phases(natural.refresher, self._prong)
+        self._phases = Phases(attachment_of(natural).refresher, self._prong)
         widest = max(site.layout.features for _, site in whitened_sites(whitened).values())
         self._fillings = math.ceil(2 * widest / examples)
 

@@ -97,7 +97,7 @@ class _Lap:
 
     def initialise(self) -> None:
         """The whitened initialisation."""
-        prong.initialize_(self.model, self.batches, SETTINGS["eps"])
+        prong.initialize_(self.model, self.batches, prong.Absolute(SETTINGS["eps"]))
 
     def train(self) -> None:
         """One block of updates."""

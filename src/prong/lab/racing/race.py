@@ -29,7 +29,8 @@ from prong.lab.terminal import at_least, each_once, known, make_console, positiv
 
 RACERS = (
     "PRONG",
-    "PRONG, balanced",
+    "PRONG, defaults",
+    "AdamW, whitened",
     "PRONG+",
     "PRONG and batch norm",
     "SGD",

@@ -72,7 +72,7 @@ def names_of(method: str) -> list[str]:
     A damping is among them in any case: a whitened initialisation has one.
     """
     settings = KEYS[method].settings
-    others = ("period", "samples") if "eps" in settings else ("eps",)
+    others = [*(("period", "samples") if KEYS[method].refreshes else ()), *(() if "eps" in settings else ("eps",))]
     return [*settings, "batch", *others, "initialisation"]
 
 

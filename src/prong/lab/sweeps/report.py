@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from prong.lab.methods import KEYS
+from prong.lab.methods import RECORDED
 from prong.lab.sweeps.board import Board
 
 
@@ -56,7 +56,7 @@ def table(methods: Mapping[str, Mapping[str, Any]], measure: str) -> Table:
     for key, found in methods.items():
         value = "" if found["value"] is None else f"{found['value']:.4g}"
         done = f"{len(found['trials'])}"
-        shown.add_row(KEYS[key].name, in_words(found["chosen"]), value, done, f"{found['failures']}")
+        shown.add_row(RECORDED[key].name, in_words(found["chosen"]), value, done, f"{found['failures']}")
     return shown
 
 

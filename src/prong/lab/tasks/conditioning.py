@@ -100,7 +100,7 @@ class SmallDigits:
         twin = self.build()
         twin.load_state_dict(model.state_dict())
         before = self.block(twin, 1000)
-        prong.refresh_(prong.whiten_(twin), self.initial_batches(), self.eps)
+        prong.refresh_(prong.whiten_(twin), self.initial_batches(), prong.Absolute(self.eps))
         after = self.block(twin, 1000)
         blocks = {"before": before, "after": after}
         conditions = {f"condition_{name}": prong.fisher.spectrum(block).condition for name, block in blocks.items()}
