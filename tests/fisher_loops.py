@@ -55,10 +55,20 @@ def data_for(model: nn.Module, examples: int = 6) -> Tensor:
     return x
 
 
-def whitened(model: nn.Module, x: Tensor, form: str, **options: object) -> nn.Module:
-    """A whitened copy, refreshed on the data."""
-    model = prong.whiten_(copy.deepcopy(model), form, **options)
-    return prong.refresh_(model, x, eps=1e-2)
+FORMS = ("implicit", "explicit", "natural", "materialised")
+
+
+def whitened(model: nn.Module, x: Tensor, form: str, basis: Any = "pca", eps: float = 1e-2) -> nn.Module:
+    """A whitened copy, refreshed on the data: by `whiten_`, or plain and in the hands of an optimizer."""
+    model = copy.deepcopy(model)
+    if form in ("implicit", "explicit"):
+        prong.whiten_(model, prong.Implicit() if form == "implicit" else prong.Explicit(basis))
+        return prong.refresh_(model, x, prong.Absolute(eps))
+    options = prong.Auto(time=1e9, memory=1e9) if form == "natural" else prong.Materialised(basis)
+    optimizer = prong.PRONG(model, 0.1, form=options, refresh=prong.Never())
+    prong.refresh_(model, x, prong.Absolute(eps))
+    assert isinstance(optimizer, torch.optim.Optimizer)  # which lives until here
+    return model
 
 
 def losses(output: Tensor, distribution: str) -> Iterator[tuple[float, Tensor]]:

@@ -15,14 +15,17 @@ from torch import nn
 
 import prong
 from prong import fisher
+from prong.attachment import attachment_of
+from prong.core.coordinates import to_canonical
+from prong.model.whiten import whitened_sites
 from tests.cases import MODELS
 from tests.closeness import assert_close
-from tests.fisher_loops import BUILDERS, DISTRIBUTIONS, Largest, data_for, looped, whitened
+from tests.fisher_loops import BUILDERS, DISTRIBUTIONS, FORMS, Largest, data_for, looped, whitened
 from tests.training import attentive, batches, mlp, train
 
 each_distribution = pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 each_model = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
-each_form = pytest.mark.parametrize("form", ["implicit", "explicit"])
+each_form = pytest.mark.parametrize("form", FORMS)
 
 
 # Exact -----------------------------------------------------------------------------------------------------------
@@ -76,11 +79,13 @@ def test_whitened_coordinates_of_the_explicit_form_are_its_own_parameters(build,
 
 @each_distribution
 @each_model
-def test_whitened_coordinates_of_the_implicit_form_are_those_of_zca(build, distribution):
+@pytest.mark.parametrize(("form", "basis"), [("implicit", "zca"), ("natural", "zca"), ("materialised", "pca")])
+def test_whitened_coordinates_of_other_forms_are_those_of_the_explicit_one(build, form, basis, distribution):
+    """Of zca, where there is only P; and of plain layers those that their optimizer holds."""
     model = build()
     x = data_for(model)
-    twin = whitened(model, x, "explicit", basis="zca")
-    found = fisher.dense(whitened(model, x, "implicit"), x, distribution, coordinates="whitened")
+    twin = whitened(model, x, "explicit", basis=basis)
+    found = fisher.dense(whitened(model, x, form, basis), x, distribution, coordinates="whitened")
     assert_close(found, looped(twin, x, distribution), 1e-10, scale=0)
 
 
@@ -88,9 +93,10 @@ def test_a_thin_inverse_has_the_root_of_the_whole_one():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     x = torch.randn(60, 4).double() @ torch.randn(4, 40).double() + 1  # four directions in forty
-    thin = prong.refresh_(prong.whiten_(copy.deepcopy(model), layers="0", cutoff=1.0), x, eps=1e-2)
+    damping = prong.Absolute(1e-2)
+    thin = prong.refresh_(prong.whiten_(copy.deepcopy(model), prong.Implicit(cutoff=1.0), layers="0"), x, damping)
     assert thin[0].sites[0].whitening.tail > 0
-    whole = prong.refresh_(prong.whiten_(model, layers="0"), x, eps=1e-2)
+    whole = prong.refresh_(prong.whiten_(model, layers="0"), x, damping)
     found, expected = (fisher.dense(m, x, "gaussian", coordinates="whitened") for m in (thin, whole))
     assert_close(found, expected, 1e-8)
 
@@ -132,8 +138,9 @@ def test_a_bias_frozen_after_the_refresh_is_treated_as_the_layer_treats_it(form)
         assert_close(found, looped(model, x, "categorical"), 1e-10)
         return
     gradients = fisher.dense(model, x, "categorical")  # b stays: V is W in other units, uncentred
-    U = torch.linalg.eigh(model[0].sites[0].whitening.P[0])
-    root = U.eigenvectors @ U.eigenvalues.sqrt().diag() @ U.eigenvectors.T
+    w = whitened_sites(model)["0"][1].whitening
+    lam, E = (None, None) if w.P is None else torch.linalg.eigh(w.P[0])
+    root = w.U[0] if w.P is None else E @ lam.sqrt().diag() @ E.T
     whole = torch.kron(torch.eye(9, dtype=torch.float64), root)
     assert_close(found[:54, :54], whole @ gradients[:54, :54] @ whole.T, 1e-10)
 
@@ -186,7 +193,11 @@ def test_before_the_first_refresh_whitened_coordinates_are_canonical_ones(form):
     model = mlp()
     x = data_for(model)
     expected = fisher.dense(model, x, "categorical")
-    prong.whiten_(model, form)
+    if form in ("implicit", "explicit"):
+        prong.whiten_(model, form)
+    else:
+        optimizer = prong.AdamW(model)
+        assert attachment_of(optimizer)
     assert_close(fisher.dense(model, x, "categorical", coordinates="whitened"), expected, 1e-12)
 
 
@@ -390,7 +401,7 @@ def test_models_come_out_as_they_went_in(form):
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules()]
     assert hooks == before[3]
     assert torch.equal(torch.get_rng_state(), before[4])
-    assert not model.head.switch.ordinary
+    assert form in ("natural", "materialised") or not model.head.switch.ordinary
 
 
 def results(model, x):
@@ -413,7 +424,9 @@ def test_inference_mode_changes_nothing(form, made_inside):
     expected = list(results(model, x))
     with torch.inference_mode():
         if made_inside:
-            model, x = copy.deepcopy(model), x.clone()
+            x = x.clone()
+        if made_inside and form in ("implicit", "explicit"):  # a copy of a plain model has no optimizer
+            model = copy.deepcopy(model)
             assert all(t.is_inference() for t in (x, *model.parameters(), model[0].sites[0].whitening.c))
         found = list(results(model, x))
         operator = fisher.Operator(model, x, "categorical")
@@ -438,19 +451,52 @@ def test_backward_hooks_of_the_model_stay_and_do_not_run():
     assert sorted(seen) == ["hook", "model", "pre-hook"]
 
 
-@each_form
-@pytest.mark.parametrize("gradients", [None, "categorical"])
-def test_looking_at_the_fisher_does_not_change_a_training_run(form, gradients):
+OPTIMIZERS = {
+    "implicit": lambda m, refresh: prong.PRONG(m, 1e-2, form="implicit", refresh=refresh),
+    "explicit": lambda m, refresh: prong.PRONG(m, 1e-2, form="explicit", refresh=refresh),
+    "outputs": lambda m, refresh: prong.PRONG(m, 1e-2, outputs=prong.WhitenOutputs("categorical"), refresh=refresh),
+    "plain": lambda m, refresh: prong.PRONG(m, 1e-2, refresh=refresh),
+    "adamw": lambda m, refresh: prong.AdamW(m, refresh=refresh),
+    "muon": lambda m, refresh: prong.Muon(m, refresh=refresh),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_looking_at_the_fisher_does_not_change_a_training_run(make):
     ends = []
     for look in (False, True):
         model = mlp()
-        options = {} if gradients is None else {"gradient_whitening": gradients}
-        optimizer = prong.PRONG(model, lr=1e-2, period=3, form=form, **options)
+        optimizer = make(model, prong.Every(3))
         for step, _ in enumerate(train(model, optimizer, batches(model, 8))):
             if look and step in (1, 4):
                 everything(model, data_for(model, 3), torch.Generator())
         ends.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
     assert torch.equal(*ends)
+
+
+def test_the_fisher_in_the_coordinates_of_adamw_is_that_of_what_it_holds():
+    """Its U is scaled; and plain layers may be whitened in blocks."""
+    model = mlp()
+    x = data_for(model)
+    optimizer = prong.AdamW(model, form=prong.Materialised(block=4), refresh=prong.Every(1))
+    list(train(model, optimizer, batches(model, 3)))
+    assert whitened_sites(model)["0"][1].whitening.scale != 1
+    held = {name: layer.coordinates(site) for name, (layer, site) in whitened_sites(model).items()}
+    values = {f"{name}.{key}": t.detach() for name, pair in held.items() for key, t in zip("Vd", pair, strict=True)}
+    sites = {name: site for name, (_, site) in whitened_sites(model).items()}
+
+    def output(parameters):
+        canonical = {}
+        for name, site in sites.items():
+            packed = site.packed(parameters[f"{name}.V"], parameters[f"{name}.d"])
+            W, b = site.unpacked(*to_canonical(*packed, site.whitening))
+            canonical |= {f"{name}.weight": W, f"{name}.bias": b}
+        return torch.func.functional_call(model, canonical, (x,))
+
+    parts = torch.func.jacrev(output)(values).values()
+    J = torch.cat([part.flatten(2) for part in parts], dim=2)
+    expected = torch.einsum("nka,nkb->ab", J, J) / len(x)
+    assert_close(fisher.dense(model, x, "gaussian", coordinates="whitened"), expected, 1e-10, scale=0)
 
 
 def test_the_fisher_is_that_of_the_model_in_eval_mode():
@@ -540,5 +586,5 @@ def test_a_rounded_inverse_without_a_root_is_refused():
     model = mlp()
     model = whitened(model, data_for(model), "implicit")
     model[0].sites[0].whitening.P.neg_()
-    with pytest.raises(ValueError, match=r"layer '0'.*larger eps"):
+    with pytest.raises(ValueError, match=r"layer '0'.*larger damping"):
         fisher.dense(model, data_for(model), "gaussian", coordinates="whitened")

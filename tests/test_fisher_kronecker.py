@@ -9,16 +9,15 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-import prong
 from prong import fisher
 from tests.cases import MODELS, conv_specs
 from tests.closeness import assert_close
-from tests.fisher_loops import BUILDERS, DISTRIBUTIONS, Largest, data_for, losses, segmenter, whitened
+from tests.fisher_loops import BUILDERS, DISTRIBUTIONS, FORMS, Largest, data_for, losses, segmenter, whitened
 from tests.training import mlp
 
 LINEAR = ["0", "2", "4"]
 each_distribution = pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-each_form = pytest.mark.parametrize("form", ["implicit", "explicit"])
+each_form = pytest.mark.parametrize("form", FORMS)
 
 
 def positions_of(z, layer):
@@ -188,7 +187,7 @@ def test_the_error_is_the_relative_frobenius_norm_of_the_difference():
 def test_after_a_refresh_on_the_same_data_whitened_inputs_have_the_identity_as_their_factor(form):
     model = mlp()
     x = data_for(model, 40)
-    model = prong.refresh_(prong.whiten_(model, form), x, eps=1e-12)
+    model = whitened(model, x, form, eps=1e-12)
     found = fisher.factors(model, x, "categorical", coordinates="whitened")
     for name in LINEAR:
         A = found[name].A[0]

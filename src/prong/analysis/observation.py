@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prong.core.moments import Moments
 from prong.core.whitening import Whitening
-from prong.layers import FORMS, Site, WhitenedLayer
+from prong.layers import Kind, Site
 from prong.layers.base import Inputs
 
 MIXERS = (2654435769, 2246822507, 3266489909)
@@ -51,22 +52,16 @@ class Seen:
     whatever calls they come in. Regular spacing would favour some positions of maps, or some examples.
     """
 
-    def __init__(self, layer: WhitenedLayer, site: Site, samples: int) -> None:
+    def __init__(self, layer: Kind, site: Site, samples: int) -> None:
+        self.layer, self.site, self.layout = layer, site, site.layout
+        self.whitening: Whitening | None = None
+        self.centred = True
         self._empty: Moments = site.new_window(layer.pair(site)[0]).moments
         self._samples = samples
         self._keys = torch.zeros(0, dtype=torch.int64)
         self._kept: list[Tensor] = []  # parts (groups, rows, in), in the order of the keys
         self._passed = 0
         self._zeros = 0.0
-        self.whitening: Whitening | None = None
-        self.centred = True
-        self.rescaled = False
-        self.eps = 0.0
-
-    @property
-    def inputs(self) -> int:
-        """How many inputs, over all groups."""
-        return self._empty.mean.numel()
 
     @property
     def rows(self) -> int:
@@ -118,16 +113,24 @@ def _mixed(numbers: Tensor) -> Tensor:
     return numbers ^ (numbers >> 16)
 
 
-def as_whitened(module: nn.Module) -> WhitenedLayer:
-    """A plain layer seen as one that could be whitened; the layer itself is not touched."""
-    kind = FORMS["implicit"][type(module)]
-    view = object.__new__(kind)
-    view.__dict__ = {**module.__dict__, "sites": kind.make_sites(module), "max_positions": None, "owner": None}
-    return view
-
-
-def tensors_given(layer: WhitenedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def tensors_given(layer: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """A tensor for each site of the layer."""
     names = ("query", "key", "value") if len(layer.sites) == 3 else ("input",)
-    given = [*args[: len(names)], *(kwargs[name] for name in (*names, "h") if name in kwargs)]
+    given = [*args[: len(names)], *(kwargs[name] for name in (*names, "h", "x") if name in kwargs)]
     return [h for h in given if isinstance(h, Tensor)]
+
+
+def patches(layer: Any, h: Tensor) -> Tensor:
+    """What each output position of a convolution sees: (groups, positions, channels of a group, taps)."""
+    dims = len(layer.kernel_size)
+    h = h if h.dim() == dims + 2 else h.unsqueeze(0)
+    h = F.pad(
+        h,
+        layer._reversed_padding_repeated_twice,
+        mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode,
+    )
+    for i in range(dims):
+        reach = layer.dilation[i] * (layer.kernel_size[i] - 1) + 1
+        h = h.unfold(2 + i, reach, layer.stride[i])[..., :: layer.dilation[i]]
+    h = h.flatten(2 + dims).movedim(1, -2)  # (examples, *positions, channels, taps)
+    return h.reshape(-1, layer.groups, h.shape[-2] // layer.groups, h.shape[-1]).transpose(0, 1)

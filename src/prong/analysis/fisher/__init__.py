@@ -4,10 +4,9 @@ In the canonical parameters or in whitened coordinates. Models come out as they 
 """
 
 from prong.analysis.fisher.kronecker import Factors, factors
-from prong.analysis.fisher.lanczos import Extremes, extreme_eigenvalues
 from prong.analysis.fisher.matrices import blocks, dense, slices
 from prong.analysis.fisher.operator import Operator
-from prong.analysis.fisher.spectra import Spectrum, spectrum
+from prong.analysis.fisher.spectra import Extremes, Spectrum, extreme_eigenvalues, spectrum
 
 __all__ = [
     "Extremes",

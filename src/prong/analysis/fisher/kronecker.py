@@ -8,20 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prong.analysis.fisher.coordinates import Coordinates, joined
 from prong.analysis.fisher.outputs import each_exact_row
 from prong.analysis.fisher.snapshot import Snapshot, count_examples, ordinary, pieces
+from prong.analysis.observation import patches
 from prong.core.precision import accumulation_dtype
-from prong.core.whitening import Whitening
 from prong.gradients.outputs import Distribution
 from prong.layers import Site
 from prong.model.estimate import Forward
 from prong.model.whiten import check_count
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -35,9 +32,9 @@ class Factors:
         A = 1/N sum_n sum_t x_t x_t^T            G = 1/(sum_n T_n) sum_n sum_t E_y[delta_t delta_t^T]
 
     delta being the gradient of the log-likelihood with respect to the layer's output, E_y the exact expectation over
-    labels. In the row-by-row order of [W b], index (out, in), the block is approximated by kron(G, A); in the
-    column-by-column order that some texts use it is A (x) G. For one position this is K-FAC's approximation, for
-    several that of KFC: inputs independent of gradients, and gradients of different positions uncorrelated.
+    labels. In the row-by-row order of [W b], index (out, in), the block is approximated by kron(G, A). For one position
+    this is K-FAC's approximation, for several that of KFC: inputs independent of gradients, and gradients of different
+    positions uncorrelated.
 
     Shapes: A (groups, in, in), in counting the 1; G (groups, out, out).
     """
@@ -51,10 +48,9 @@ class Factors:
         groups, outputs, inputs = self.A.shape[0], self.G.shape[-1], self.A.shape[-1] - self.bias
         weights = groups * outputs * inputs
         size = weights + groups * outputs * self.bias
-        index = torch.arange(weights, device=self.A.device).view(groups, outputs, inputs)
-        if self.bias:
-            biases = torch.arange(weights, size, device=self.A.device).view(groups, outputs, 1)
-            index = torch.cat([index, biases], dim=2)
+        index = torch.arange(size, device=self.A.device)
+        parts = [index[:weights].view(groups, outputs, inputs), index[weights:].view(groups, -1, 1)]
+        index = torch.cat(parts, dim=2) if self.bias else parts[0]
         block = self.A.new_zeros(size, size)
         for own, A, G in zip(index.flatten(1), self.A, self.G, strict=True):
             block[own.unsqueeze(1), own] = torch.kron(G, A)
@@ -87,13 +83,13 @@ def factors(
     to damping. A convolution's is not: its channels are white, its taps are not.
 
     Args:
-        model: as in `dense`.
-        batches: as in `dense`.
-        distribution: as in `dense`.
+        model: as in `blocks`.
+        batches: as in `blocks`.
+        distribution: as in `blocks`.
         layers: names. None takes every `nn.Linear` and `nn.Conv1d/2d/3d` whose weight is trained and which is called.
         coordinates: "canonical" or "whitened".
         chunk: how many examples at once. Memory is that of a training step on them and of their patches.
-        forward: as in `dense`.
+        forward: as in `blocks`.
 
     Raises:
         ValueError: a layer asked for by name that has no such factors, one that is called more than once, or one whose
@@ -120,11 +116,12 @@ def factors(
 
 @dataclass(frozen=True)
 class _Place:
-    """A layer of the copy, whether its bias is trained, and the whitening of its inputs."""
+    """A layer of the copy, whether its bias is trained, and U (groups, in, in) and c of its inputs."""
 
     module: Any
     bias: bool
-    whitening: Whitening | None
+    U: Tensor | None = None
+    c: Tensor | None = None
 
     @property
     def groups(self) -> int:
@@ -132,12 +129,10 @@ class _Place:
 
     def inputs(self, h: Tensor) -> Tensor:
         """What the trained weight sees, with a 1 where a bias is trained: (groups, rows, in)."""
-        patches = h.reshape(1, -1, h.shape[-1], 1) if isinstance(self.module, nn.Linear) else _patches(self.module, h)
-        w = self.whitening
-        if w is not None and w.U is not None:  # every tap by itself
-            centred = patches if w.c is None else patches - w.c[:, None, :, None]
-            patches = w.U.unsqueeze(1) @ centred
-        x = patches.flatten(2)
+        x = h.reshape(1, -1, h.shape[-1], 1) if isinstance(self.module, nn.Linear) else patches(self.module, h)
+        if self.c is not None:
+            x = x - self.c[:, None, :, None]
+        x = (x if self.U is None else self.U.unsqueeze(1) @ x).flatten(2)  # every tap by itself
         return torch.cat([x, torch.ones_like(x[..., :1])], dim=2) if self.bias else x
 
     def outputs(self, z: Tensor) -> Tensor:
@@ -146,47 +141,35 @@ class _Place:
         return rows.reshape(-1, self.groups, rows.shape[-1] // self.groups).transpose(0, 1)
 
 
-def _patches(module: Any, h: Tensor) -> Tensor:
-    """What each output position of a convolution sees: (groups, rows, channels of a group, taps)."""
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    h = F.pad(h, module._reversed_padding_repeated_twice, mode=mode)
-    dims = len(module.kernel_size)
-    for i in range(dims):
-        reach = module.dilation[i] * (module.kernel_size[i] - 1) + 1
-        h = h.unfold(2 + i, reach, module.stride[i])[..., :: module.dilation[i]]
-    h = h.flatten(2 + dims).movedim(1, -2)  # (examples, *positions, channels, taps)
-    return h.reshape(-1, module.groups, h.shape[-2] // module.groups, h.shape[-1]).transpose(0, 1)
-
-
 def _choose(snapshot: Snapshot, layers: Iterable[str] | None) -> dict[str, _Place]:
     modules = dict(snapshot.caller.model.named_modules())
     trained = set(snapshot.plain_names.values())
-    whitenings = {chart.layer: _whole(*chart.places[0]) for chart in snapshot.charts if len(chart.places) == 1}
+    whitened = {chart.layer: chart.places[0] for chart in snapshot.charts if len(chart.places) == 1}
     chosen = {}
-    named = layers is not None
     for name in modules if layers is None else [layers] if isinstance(layers, str) else layers:
         if name not in modules:
             raise ValueError(f"no layer is called {name!r}. Layers: {', '.join(filter(None, modules))}")
         module = modules[name]
-        if not isinstance(module, (nn.Linear, *CONVOLUTIONS)):
-            if named:
+        if not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            if layers is not None:
                 raise ValueError(
                     f"layer {name!r} is a {type(module).__name__}: Kronecker factors are those of Linear and "
                     "Conv1d/2d/3d. Its exact block is in prong.fisher.blocks."
                 )
         elif joined(name, "weight") in trained:
-            chosen[name] = _Place(module, joined(name, "bias") in trained, whitenings.get(name))
-        elif named:
+            U, c = _whole(*whitened[name]) if name in whitened else (None, None)
+            chosen[name] = _Place(module, joined(name, "bias") in trained, U, c)
+        elif layers is not None:
             raise ValueError(f"the weight of layer {name!r} is not trained, so it has no block")
     return chosen
 
 
-def _whole(site: Site, whitening: Whitening | None) -> Whitening | None:
-    """A whitening without blocks."""
-    if whitening is None or whitening.U is None or site.layout.blocks == 1:
-        return whitening
-    c = None if whitening.c is None else site.layout.in_a_row(whitening.c).reshape(site.layout.groups, -1)
-    return Whitening(c, whitening.eps, U=site.layout.assembled(whitening.U))
+def _whole(site: Site, w: Any) -> tuple[Tensor | None, Tensor | None]:
+    """U and c of a site, without blocks."""
+    if w is None:
+        return None, None
+    c = None if w.c is None else site.layout.in_a_row(w.c).reshape(site.layout.groups, -1)
+    return site.layout.assembled(w.U), c
 
 
 def _of_piece(snapshot: Snapshot, chosen: dict[str, _Place], piece: Any) -> dict[str, tuple[Tensor, Tensor, int]]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.func import vjp, vmap
 
 from prong.analysis.fisher.coordinates import Coordinates
-from prong.analysis.fisher.outputs import exact_rows, sampled_rows
-from prong.analysis.fisher.snapshot import Snapshot, count_examples, pieces, tensors_of, with_tensors
+from prong.analysis.fisher.outputs import each_exact_row, sampled_rows
+from prong.analysis.fisher.snapshot import Snapshot, count_examples, differentiable, pieces, tensors_of, with_tensors
 from prong.core.precision import accumulation_dtype
 from prong.gradients.outputs import Distribution
 from prong.model.estimate import Forward
@@ -21,43 +21,13 @@ MAX_BYTES = 4 * 10**9
 GRADIENT_BYTES = 2**28  # what gradients of the examples of a chunk may take, if the chunk is ours to choose
 
 
-def dense(
-    model: nn.Module,
-    batches: Any,
-    distribution: Distribution,
-    *,
-    coordinates: Coordinates = "canonical",
-    draws: int | None = None,
-    generator: torch.Generator | None = None,
-    chunk: int | None = None,
-    max_bytes: float = MAX_BYTES,
-    forward: Forward | None = None,
-) -> Tensor:
+def dense(model: nn.Module, batches: Any, distribution: Distribution, **options: Any) -> Tensor:
     """The Fisher matrix F = 1/N sum_n J_n^T H_n J_n of all trained parameters, (size, size).
 
-    J_n is the Jacobian of the model's output on example n and H_n the Fisher of the output distribution there. Labels
-    are integrated exactly, or sampled if `draws` is given. The model is taken in eval mode, whatever mode it is in,
-    and is left as it is. Rows and columns are ordered as `slices` tells.
-
-    Args:
-        model: any module that `torch.func.vmap` can run, plain or with whitened layers of either form.
-        batches: an iterable of batches, or one tensor; examples are the first dimension.
-        distribution: "categorical" (logits, classes at dimension 1), "bernoulli" (logits) or "gaussian" (means, unit
-            variance). The log-likelihood of an example is summed over its positions.
-        coordinates: "canonical" is W, b of every layer; "whitened" is V, d of whitened layers, canonical elsewhere.
-        draws: estimate with so many labels per example, drawn from the model; the exact Fisher is the expectation.
-        generator: where the draws come from.
-        chunk: how many examples are differentiated at once. They take chunk x outputs x (size + outputs) numbers; by
-            default these stay within 2^28 bytes.
-        max_bytes: refuse a matrix that would take more.
-        forward: how to run the model on a batch; default `model(batch)`, `model(batch[0])` or `model(**batch)`.
-
-    Raises:
-        ValueError: a matrix of more than `max_bytes`, or a model without an output per example.
-        FloatingPointError: an output that is not finite.
+    J_n is the Jacobian of the model's output on example n and H_n the Fisher of the output distribution there. Rows and
+    columns are ordered as `slices` tells. Options are those of `blocks`.
     """
-    snapshot = Snapshot(model, distribution, coordinates, [""], forward)
-    return _matrices(snapshot, batches, draws, generator, chunk, max_bytes)[""]
+    return blocks(model, batches, distribution, [""], **options)[""]
 
 
 def blocks(
@@ -75,12 +45,56 @@ def blocks(
 ) -> dict[str, Tensor]:
     """Diagonal blocks of the Fisher matrix, by name.
 
-    A name is that of a layer (its parameters, and those of layers inside it) or of one parameter in the given
-    coordinates: "0", "0.weight", "0.V". None is one block for every layer that has parameters of its own. Parameters
-    that layers share belong to the first. Everything else is as in `dense`.
+    Labels are integrated exactly, or sampled if `draws` is given. The model is taken in eval mode, whatever mode it is
+    in, and is left as it is.
+
+    Args:
+        model: any module that `torch.func.vmap` can run, plain or whitened in any form, trained or not.
+        batches: an iterable of batches, or one tensor; examples are the first dimension.
+        distribution: "categorical" (logits, classes at dimension 1), "bernoulli" (logits) or "gaussian" (means, unit
+            variance). The log-likelihood of an example is summed over its positions.
+        names: of layers (their parameters, and those of layers inside them) or of parameters in the given coordinates:
+            "0", "0.weight", "0.V". None is one block for every layer that has parameters of its own. Parameters that
+            layers share belong to the first.
+        coordinates: "canonical" is W, b of every layer; "whitened" is V, d of whitened layers, canonical elsewhere.
+        draws: estimate with so many labels per example, drawn from the model; the exact Fisher is the expectation.
+        generator: where the draws come from.
+        chunk: how many examples are differentiated at once. They take chunk x outputs x (size + outputs) numbers; by
+            default these stay within 2^28 bytes.
+        max_bytes: refuse matrices that would take more.
+        forward: how to run the model on a batch; default `model(batch)`, `model(batch[0])` or `model(**batch)`.
+
+    Raises:
+        ValueError: matrices of more than `max_bytes`, or a model without an output per example.
+        FloatingPointError: an output that is not finite.
     """
     snapshot = Snapshot(model, distribution, coordinates, names, forward)
-    return _matrices(snapshot, batches, draws, generator, chunk, max_bytes)
+    if chunk is not None:
+        check_count("chunk", chunk, 1)
+    if (draws is None) != (generator is None):
+        raise ValueError(
+            "a sampled Fisher needs draws and generator, the exact one neither: "
+            "e.g. draws=1, generator=torch.Generator().manual_seed(0)"
+        )
+    if draws is not None:
+        check_count("draws", draws, 1)
+    where = {  # a module's parameters are neighbours in the model's order
+        name: slice(snapshot.slices[members[0]].start, snapshot.slices[members[-1]].stop)
+        for name, members in snapshot.groups.items()
+    }
+    sizes = {name: s.stop - s.start for name, s in where.items()}
+    dtype = accumulation_dtype(snapshot.zero.dtype)
+    _check_bytes(list(sizes.values()), dtype.itemsize, max_bytes)
+    examples = 0
+    with snapshot.quiet():
+        found = {name: snapshot.zero.new_zeros(size, size, dtype=dtype) for name, size in sizes.items()}
+        for rows in _gradient_rows(snapshot, batches, draws, generator, chunk):
+            examples += rows.shape[0]
+            flat = rows.flatten(0, 1).to(dtype)
+            for name, matrix in found.items():
+                part = flat[:, where[name]]
+                matrix.addmm_(part.mT, part)
+        return {name: matrix.div_(examples) for name, matrix in found.items()}
 
 
 def slices(model: nn.Module, coordinates: Coordinates = "canonical") -> dict[str, slice]:
@@ -88,71 +102,31 @@ def slices(model: nn.Module, coordinates: Coordinates = "canonical") -> dict[str
     return Snapshot(model, "gaussian", coordinates).slices
 
 
-def _matrices(
-    snapshot: Snapshot,
-    batches: Any,
-    draws: int | None,
-    generator: torch.Generator | None,
-    chunk: int | None,
-    max_bytes: float,
-) -> dict[str, Tensor]:
-    if chunk is not None:
-        check_count("chunk", chunk, 1)
-    _check_draws(draws, generator)
-    where = {  # a module's parameters are neighbours in the model's order
-        name: slice(snapshot.slices[members[0]].start, snapshot.slices[members[-1]].stop)
-        for name, members in snapshot.groups.items()
-    }
-    sizes = {name: s.stop - s.start for name, s in where.items()}
-    dtype = accumulation_dtype(snapshot.like.dtype)
-    _check_bytes(list(sizes.values()), dtype.itemsize, max_bytes)
-    examples = 0
-    with snapshot.quiet():
-        found = {name: snapshot.like.new_zeros(size, size, dtype=dtype) for name, size in sizes.items()}
-        for rows in _gradient_rows(snapshot, batches, draws, generator, chunk):
-            examples += rows.shape[0]
-            flat = rows.flatten(0, 1).to(dtype)
-            for name, matrix in found.items():
-                part = flat[:, where[name]]
-                matrix.addmm_(part.mT, part)
-        for matrix in found.values():
-            matrix.div_(examples)
-    return found
-
-
 def _gradient_rows(
-    snapshot: Snapshot,
-    batches: Any,
-    draws: int | None,
-    generator: torch.Generator | None,
-    chunk: int | None,
+    snapshot: Snapshot, batches: Any, draws: int | None, generator: torch.Generator | None, chunk: int | None
 ) -> Iterator[Tensor]:
     """S_n^T J_n with S_n S_n^T = H_n, for the examples of one chunk after the other: (examples, rows, size)."""
     for batch in snapshot.batches(batches):
         for piece in pieces(batch, chunk or _affordable(snapshot, batch, draws)):
             output = snapshot.checked_output(piece)
             if draws is None or generator is None:
-                rows = exact_rows(output, snapshot.distribution)
+                rows = torch.stack(list(each_exact_row(output, snapshot.distribution)), dim=1)
             else:
                 rows = sampled_rows(output, snapshot.distribution, draws, generator)
-            yield _pull_back(snapshot, piece, rows)
+            yield _pulled_back(snapshot, piece, rows)
 
 
-def _pull_back(snapshot: Snapshot, piece: Any, rows: Tensor) -> Tensor:
+def _pulled_back(snapshot: Snapshot, piece: Any, rows: Tensor) -> Tensor:
     """The gradients (examples, rows, size) of every example's output, weighted by rows (examples, rows, ...)."""
 
     def of_example(tensors: list[Tensor], own_rows: Tensor) -> Tensor:
         example = with_tensors(piece, (x.unsqueeze(0) for x in tensors))
-        _, backward = vjp(  # type: ignore[misc]
-            lambda p: snapshot.output(p, example).squeeze(0), snapshot.parameters
-        )
-        return vmap(lambda row: snapshot.pull(backward(row)[0]))(own_rows)
+        _, backward = vjp(lambda change: snapshot.output(change, example).squeeze(0), snapshot.zero)  # type: ignore[misc]
+        return vmap(lambda row: backward(row)[0])(own_rows)
 
-    try:
+    with differentiable("example by example "):
         gradients: Tensor = vmap(of_example)(tensors_of(piece), rows)
-    except RuntimeError as error:
-        raise ValueError(f"the model cannot be differentiated example by example with torch.func: {error}") from error
-    return gradients
+        return gradients
 
 
 def _affordable(snapshot: Snapshot, batch: Any, draws: int | None) -> int:
@@ -160,17 +134,6 @@ def _affordable(snapshot: Snapshot, batch: Any, draws: int | None) -> int:
     output = snapshot.checked_output(next(pieces(batch, 1)))
     per_example = (draws or output.numel()) * (snapshot.size + output.numel()) * output.element_size()
     return max(1, min(count_examples(batch), GRADIENT_BYTES // per_example))
-
-
-def _check_draws(draws: int | None, generator: torch.Generator | None) -> None:
-    if draws is None and generator is None:
-        return
-    if draws is None or generator is None:
-        raise ValueError(
-            "a sampled Fisher needs draws and generator, the exact one neither: "
-            "e.g. draws=1, generator=torch.Generator().manual_seed(0)"
-        )
-    check_count("draws", draws, 1)
 
 
 def _check_bytes(sizes: list[int], itemsize: int, max_bytes: float) -> None:

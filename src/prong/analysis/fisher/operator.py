@@ -11,7 +11,7 @@ from torch.func import jvp, vjp
 
 from prong.analysis.fisher.coordinates import Coordinates
 from prong.analysis.fisher.outputs import times_output_fisher
-from prong.analysis.fisher.snapshot import Snapshot, as_ordinary, count_examples, ordinary, pieces
+from prong.analysis.fisher.snapshot import Snapshot, as_ordinary, count_examples, differentiable, ordinary, pieces
 from prong.gradients.outputs import Distribution
 from prong.model.estimate import Forward
 from prong.model.whiten import check_count
@@ -45,19 +45,16 @@ class Operator:
         forward: Forward | None = None,
     ) -> None:
         check_count("chunk", chunk, 1)
-        self._snapshot = Snapshot(model, distribution, coordinates, [""], forward)
+        self._snapshot = snapshot = Snapshot(model, distribution, coordinates, [""], forward)
         with ordinary():
-            self._batches = list(self._snapshot.batches(batches))
-        self._examples = sum(count_examples(batch) for batch in self._batches)
-        self._chunk = chunk
-        self.slices = self._snapshot.slices
-        self.shape = (self._snapshot.size, self._snapshot.size)
-        self.dtype = self._snapshot.like.dtype
-        self.device = self._snapshot.like.device
-        with self._snapshot.quiet():
-            for batch in self._batches:
-                for piece in pieces(batch, chunk):
-                    self._snapshot.checked_output(piece)
+            self._pieces = [piece for batch in snapshot.batches(batches) for piece in pieces(batch, chunk)]
+        self._examples = sum(count_examples(piece) for piece in self._pieces)
+        self.slices = snapshot.slices
+        self.shape = (snapshot.size, snapshot.size)
+        self.dtype, self.device = snapshot.zero.dtype, snapshot.zero.device
+        with snapshot.quiet():
+            for piece in self._pieces:
+                snapshot.checked_output(piece)
 
     def __matmul__(self, v: Tensor) -> Tensor:
         """F v, or F V column by column."""
@@ -67,28 +64,20 @@ class Operator:
             raise TypeError(f"this model is in {self.dtype}, the vector in {v.dtype}; convert it with v.to(...)")
         if v.dim() == 2:
             return torch.stack([self @ column for column in v.unbind(1)], dim=1) if v.shape[1] else torch.zeros_like(v)
-        with self._snapshot.quiet():
+        with self._snapshot.quiet(), differentiable():
             v = as_ordinary(v.detach())
-            product = torch.zeros_like(v)
-            direction = self._snapshot.push(v)
-            for batch in self._batches:
-                for piece in pieces(batch, self._chunk):
-                    product += self._of_piece(piece, direction)
-            return product / self._examples
+            return sum((self._of_piece(piece, v) for piece in self._pieces), torch.zeros_like(v)) / self._examples
 
-    def _of_piece(self, piece: Any, direction: dict[str, Tensor]) -> Tensor:
+    def _of_piece(self, piece: Any, v: Tensor) -> Tensor:
         """The sum of J_n^T H_n J_n v over the examples of a piece."""
         snapshot = self._snapshot
 
-        def output(parameters: dict[str, Tensor]) -> Tensor:
-            return snapshot.output(parameters, piece)
+        def output(change: Tensor) -> Tensor:
+            return snapshot.output(change, piece)
 
-        try:
-            with warnings.catch_warnings():  # torch's own forward mode is set up by means that it deprecates
-                warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
-                z, tz = jvp(output, (snapshot.parameters,), (direction,))  # type: ignore[misc]
-            _, backward = vjp(output, snapshot.parameters)  # type: ignore[misc]
-            (gradients,) = backward(times_output_fisher(z, snapshot.distribution, tz))
-        except RuntimeError as error:
-            raise ValueError(f"the model cannot be differentiated with torch.func: {error}") from error
-        return snapshot.pull(gradients)
+        with warnings.catch_warnings():  # torch's own forward mode is set up by means that it deprecates
+            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+            z, tz = jvp(output, (snapshot.zero,), (v,))  # type: ignore[misc]
+        _, backward = vjp(output, snapshot.zero)  # type: ignore[misc]
+        (product,) = backward(times_output_fisher(z, snapshot.distribution, tz))
+        return product  # type: ignore[no-any-return]

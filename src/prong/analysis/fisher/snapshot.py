@@ -1,4 +1,4 @@
-"""A model as a function of its parameters, to be differentiated: the trained model is not even run."""
+"""A model as a function of a change of its parameters, to be differentiated: the trained model is not even run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from prong.analysis.fisher.coordinates import Coordinates, charts, check_coordinates
-from prong.analysis.fisher.outputs import check_distribution, check_output
+from prong.analysis.fisher.coordinates import COORDINATES, Coordinates, charts
 from prong.core.precision import full_precision
-from prong.gradients.outputs import Distribution
+from prong.gradients.outputs import DISTRIBUTIONS, Distribution
 from prong.model.estimate import Forward, as_batches, call_model, inputs_of, undisturbed
 from prong.model.whiten import check_model, fold_
 
@@ -24,10 +24,9 @@ from prong.model.whiten import check_model, fold_
 class _Caller(nn.Module):
     """A model together with the way to run it on a batch, so that both can be called with other parameters."""
 
-    def __init__(self, model: nn.Module, forward: Forward) -> None:
+    def __init__(self, model: nn.Module, run: Forward) -> None:
         super().__init__()
-        self.model = model
-        self.run = forward
+        self.model, self.run = model, run
 
     def forward(self, batch: Any) -> Any:
         """The model's output on a batch."""
@@ -41,8 +40,10 @@ class Snapshot:
     sees them. Parameters that are not trained (`requires_grad=False`) are constants.
 
     Attributes:
+        groups: the names of the parameters of each block that is wanted.
+        plain_names: of each parameter that is wanted, by its name in the coordinates.
         slices: where each parameter is in the vector of all, by its name in the coordinates.
-        size: the length of that vector.
+        zero: that vector of zeros, the change at which derivatives are taken.
     """
 
     def __init__(
@@ -54,84 +55,85 @@ class Snapshot:
         forward: Forward | None = None,
     ) -> None:
         check_model(model)
-        check_distribution(distribution)
-        check_coordinates(coordinates)
-        self.distribution = distribution
-        self._takes_pairs = forward is None
+        if distribution not in DISTRIBUTIONS:
+            raise ValueError(f"distribution is one of {', '.join(DISTRIBUTIONS)}, got {distribution!r}")
+        if coordinates not in COORDINATES:
+            raise ValueError(f"coordinates are {' or '.join(map(repr, COORDINATES))}, got {coordinates!r}")
+        self.distribution, self._takes_pairs = distribution, forward is None
         with ordinary():
-            self._take(model, coordinates, names, forward)
+            self.caller = _Caller(plain_copy(model), forward or call_model)
+            parameters = {name: p for name, p in self.caller.model.named_parameters() if p.is_floating_point()}
+            maps = charts(model) if coordinates == "whitened" else []
+            renamed = {plain: new for chart in maps for plain, new in chart.names.items()}
+            trained = {renamed.get(name, name): name for name, p in parameters.items() if p.requires_grad}
+            if not trained:
+                raise ValueError("no parameter of this model is trained: all have requires_grad=False")
+            self.groups = choose(trained, names)
+            chosen = {member for members in self.groups.values() for member in members}
+            self.plain_names = {new: old for new, old in trained.items() if new in chosen}
+            wanted = set(self.plain_names.values())
+            self.charts = [chart for chart in maps if wanted & set(chart.names)]
+            mapped = {name for chart in self.charts for name in chart.names}
+            self._parameters = {name: p.detach() for name, p in parameters.items() if name in wanted | mapped}
+            self._sizes = [parameters[old].numel() for old in self.plain_names.values()]
+            ends = torch.tensor([0, *self._sizes]).cumsum(0).tolist()
+            self.slices = {new: slice(*ends[i : i + 2]) for i, new in enumerate(self.plain_names)}
+            self.zero = next(iter(self._parameters.values())).new_zeros(ends[-1])
 
-    def _take(
-        self, model: nn.Module, coordinates: Coordinates, names: Iterable[str] | None, forward: Forward | None
-    ) -> None:
-        self.caller = _Caller(plain_copy(model), forward or call_model)
-        parameters = {name: p for name, p in self.caller.model.named_parameters() if p.is_floating_point()}
-        maps = charts(model) if coordinates == "whitened" else []
-        renamed = {name: chart.whitened_name(name) for chart in maps for name in chart.names}
-        trained = {renamed.get(name, name): name for name, p in parameters.items() if p.requires_grad}
-        if not trained:
-            raise ValueError("no parameter of this model is trained: all have requires_grad=False")
-        self.groups = choose(trained, names)
-        chosen = {member for members in self.groups.values() for member in members}
-        self.plain_names = {new: old for new, old in trained.items() if new in chosen}
-        self.charts = [chart for chart in maps if set(chart.names) & set(self.plain_names.values())]
-        needed = {name for chart in self.charts for name in chart.names} | set(self.plain_names.values())
-        self.parameters = {name: p.detach() for name, p in parameters.items() if name in needed}
-        self.slices: dict[str, slice] = {}
-        self.size = 0
-        for new, old in self.plain_names.items():
-            self.slices[new] = slice(self.size, self.size + self.parameters[old].numel())
-            self.size = self.slices[new].stop
-        self.like = next(iter(self.parameters.values())).new_empty(0)
+    @property
+    def size(self) -> int:
+        """How many parameters there are."""
+        return len(self.zero)
 
-    def output(self, parameters: Mapping[str, Tensor], batch: Any) -> Tensor:
-        """The model's output with these canonical parameters."""
-        named = {f"model.{name}": p for name, p in parameters.items()}
+    def output(self, change: Tensor, batch: Any) -> Tensor:
+        """The model's output when the parameters are changed by a vector (size,) in the coordinates."""
+        changes = {name: torch.zeros_like(p) for name, p in self._parameters.items()}
+        for old, part in zip(self.plain_names.values(), change.split(self._sizes), strict=True):
+            changes[old] = part.view(changes[old].shape)
+        for chart in self.charts:
+            changes |= chart.to_canonical(changes)
+        named = {f"model.{name}": p + changes[name].to(p.dtype) for name, p in self._parameters.items()}
         output: Tensor = functional_call(self.caller, named, (batch,))
         return output
 
     def checked_output(self, batch: Any) -> Tensor:
-        """The model's output on a batch of examples, as numbers; what cannot be right is refused."""
+        """The model's output on a batch of examples; what cannot be the distribution's parameters is refused."""
         examples = count_examples(batch)
         try:
             output = self.caller(batch)
         except (RuntimeError, IndexError) as error:
             raise ValueError(f"the model does not take this batch: {error}") from error
-        output = check_output(output, examples, self.distribution)
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"the model's output is one tensor of the distribution's parameters, got {type(output).__name__}. "
+                "Pass forward=lambda model, batch: ... that picks it."
+            )
+        if output.dim() == 0 or output.shape[0] != examples:
+            raise ValueError(
+                f"{examples} examples gave an output of shape {tuple(output.shape)}. Examples are the first dimension "
+                "of inputs and of the output; the output is not a mean over them."
+            )
+        if self.distribution == "categorical" and output.dim() < 2:
+            raise ValueError("categorical outputs have classes at dimension 1; for one number each use bernoulli")
         if not torch.isfinite(output).all():
             raise FloatingPointError("the model's output is not finite: look at the data and the parameters")
         return output
-
-    def pull(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """A canonical gradient as a vector (size,) in the coordinates."""
-        mapped = dict(gradients)
-        for chart in self.charts:
-            mapped |= chart.pull(gradients)
-        return torch.cat([mapped[name].reshape(-1) for name in self.plain_names.values()])
-
-    def push(self, vector: Tensor) -> dict[str, Tensor]:
-        """A direction (size,) in the coordinates as one of the canonical parameters."""
-        directions = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
-        for new, old in self.plain_names.items():
-            directions[old] = vector[self.slices[new]].view(self.parameters[old].shape)
-        mapped = dict(directions)
-        for chart in self.charts:
-            mapped |= chart.push(directions)
-        return mapped
 
     def batches(self, batches: Any) -> Iterator[Any]:
         """What the model is called with, batch by batch: targets are left out. Tensors of inference mode are copied."""
         seen = False
         for batch in as_batches(batches):
             seen = True
-            yield _mapped(inputs_of(batch) if self._takes_pairs else batch, as_ordinary)
+            given = inputs_of(batch) if self._takes_pairs else batch
+            given = dict(given) if isinstance(given, Mapping) else given  # those of tokenizers are no dicts
+            yield tree_map_only(Tensor, as_ordinary, given)
         if not seen:
             raise ValueError("there were no batches to take the Fisher over")
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Without grad mode, autocast, fused kernels (no forward-mode derivatives), or a change of random state."""
-        with undisturbed(self.caller), full_precision(self.like), sdpa_kernel(SDPBackend.MATH):
+        with undisturbed(self.caller), full_precision(self.zero), sdpa_kernel(SDPBackend.MATH):
             yield
 
 
@@ -145,6 +147,15 @@ def ordinary() -> Iterator[None]:
 def as_ordinary(x: Tensor) -> Tensor:
     """The tensor itself, or a copy of one that was made in inference mode; under `ordinary`."""
     return x.clone() if x.is_inference() else x
+
+
+@contextmanager
+def differentiable(how: str = "") -> Iterator[None]:
+    """Say so where torch.func cannot differentiate a model."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ValueError(f"the model cannot be differentiated {how}with torch.func: {error}") from error
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
@@ -162,24 +173,22 @@ def plain_copy(model: nn.Module) -> nn.Module:
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters(recurse=False)):
             raise ValueError(f"layer {name!r} is lazy; run one forward first, so that it knows its size")
     try:
-        plain = copy.deepcopy(model)
+        plain = fold_(copy.deepcopy(model))
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"the Fisher is taken from a copy of the model, and none can be made: {error}") from error
-    fold_(plain)
     for module in plain.modules():
         module._backward_hooks.clear()
         module._backward_pre_hooks.clear()
     return plain.eval()
 
 
-def choose(trained: Mapping[str, str], names: Iterable[str] | None) -> dict[str, list[str]]:
+def choose(trained: Iterable[str], names: Iterable[str] | None) -> dict[str, list[str]]:
     """The parameters of each block: those of a layer or of everything below it, or one. None: one block per layer."""
+    groups: dict[str, list[str]] = {}
     if names is None:
-        groups: dict[str, list[str]] = {}
         for member in trained:
             groups.setdefault(member.rpartition(".")[0], []).append(member)
         return groups
-    groups = {}
     for name in [names] if isinstance(names, str) else names:
         groups[name] = [m for m in trained if name in ("", m) or m.startswith(f"{name}.")]
         if not groups[name]:
@@ -189,30 +198,15 @@ def choose(trained: Mapping[str, str], names: Iterable[str] | None) -> dict[str,
     return groups
 
 
-# Batches are tensors in tuples, lists and mappings; what is not a tensor is passed on as it is. ----------------------
-
-
 def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, in order."""
-    if isinstance(batch, Tensor):
-        return [batch]
-    if isinstance(batch, Mapping):
-        return [x for value in batch.values() for x in tensors_of(value)]
-    if isinstance(batch, tuple | list):
-        return [x for value in batch for x in tensors_of(value)]
-    return []
+    """The tensors of a batch, in order; what else there is in tuples, lists and dicts is passed on as it is."""
+    return [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
 
 
-def with_tensors(batch: Any, tensors: Iterator[Tensor]) -> Any:
+def with_tensors(batch: Any, tensors: Iterable[Tensor]) -> Any:
     """The batch with other tensors in the places of its own."""
-    if isinstance(batch, Tensor):
-        return next(tensors)
-    if isinstance(batch, Mapping):
-        return {key: with_tensors(value, tensors) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        values = [with_tensors(value, tensors) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    return batch
+    new = iter(tensors)
+    return tree_map_only(Tensor, lambda _: next(new), batch)
 
 
 def count_examples(batch: Any) -> int:
@@ -229,8 +223,5 @@ def count_examples(batch: Any) -> int:
 def pieces(batch: Any, chunk: int) -> Iterator[Any]:
     """The batch in pieces of at most `chunk` examples."""
     for start in range(0, count_examples(batch), chunk):
-        yield _mapped(batch, lambda x, start=start: x[start : start + chunk])  # type: ignore[misc]
-
-
-def _mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    return with_tensors(batch, iter([function(x) for x in tensors_of(batch)]))
+        part: Callable[[Tensor], Tensor] = lambda x, start=start: x[start : start + chunk]  # type: ignore[misc]  # noqa: E731
+        yield tree_map_only(Tensor, part, batch)

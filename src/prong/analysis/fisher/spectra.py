@@ -1,12 +1,18 @@
-"""What the eigenvalues of a Fisher matrix say."""
+"""What the eigenvalues of a Fisher matrix say: all of them, or the ends of the spectrum from products alone."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from prong.analysis.fisher.operator import Operator
+from prong.model.whiten import check_count
+
+FURTHER = 3  # steps for which an end must stay where it is
 
 
 @dataclass(frozen=True)
@@ -32,11 +38,6 @@ class Spectrum:
     effective_rank: float
 
 
-def default_floor(dtype: torch.dtype) -> float:
-    """What rounding can leave of a zero eigenvalue, relative to the largest one."""
-    return 1e-12 if dtype == torch.float64 else 1e-5
-
-
 def spectrum(matrix: Tensor, floor: float | None = None) -> Spectrum:
     """The eigenvalues of a symmetric positive semi-definite matrix (size, size) and what they say; see `Spectrum`.
 
@@ -47,9 +48,8 @@ def spectrum(matrix: Tensor, floor: float | None = None) -> Spectrum:
     Raises:
         ValueError: not square, empty, not finite, not symmetric, or with a negative eigenvalue beyond the floor.
     """
-    if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape[0] == 0:
-        raise ValueError(f"a spectrum is that of a square matrix, got shape {tuple(matrix.shape)}")
-    floor = check_floor(floor, matrix.dtype)
+    _check_square(matrix)
+    floor = _floor(floor, matrix.dtype)
     F = matrix.detach().double()
     size = F.abs().max()
     if not torch.isfinite(size):
@@ -58,11 +58,7 @@ def spectrum(matrix: Tensor, floor: float | None = None) -> Spectrum:
         raise ValueError("the matrix is not symmetric; this summary is for symmetric ones")
     eigenvalues = torch.linalg.eigvalsh((F + F.mT) / 2).flip(0)
     largest = eigenvalues[0].item()
-    lowest = eigenvalues[-1].item()
-    if lowest < -max(floor, default_floor(matrix.dtype)) * max(largest, -lowest):
-        rounded = lowest >= -default_floor(torch.float32) * largest
-        cure = ". If it was computed in float32 this is rounding: pass floor=1e-5" if rounded else ""
-        raise ValueError(f"the matrix has an eigenvalue of {lowest:.3g}, and a Fisher matrix has none below zero{cure}")
+    _check_lowest(eigenvalues[-1].item(), largest, floor, matrix.dtype)
     above = eigenvalues[eigenvalues > floor * largest] if largest > 0 else eigenvalues[:0]
     trace = eigenvalues.sum().item()
     return Spectrum(
@@ -75,10 +71,142 @@ def spectrum(matrix: Tensor, floor: float | None = None) -> Spectrum:
     )
 
 
-def check_floor(floor: float | None, dtype: torch.dtype) -> float:
-    """The floor, or its default; refused outside [0, 1)."""
-    if floor is None:
-        return default_floor(dtype)
-    if not 0 <= floor < 1:
+@dataclass(frozen=True)
+class Extremes:
+    """The ends of a spectrum, as far as they were found.
+
+    Attributes:
+        largest: the largest eigenvalue.
+        smallest: the smallest one above `floor` times the largest.
+        condition: their ratio.
+        floor: relative to the largest eigenvalue.
+        steps: products with the matrix that were made.
+        converged: whether (largest, smallest) passed the test of `extreme_eigenvalues`, which is evidence and no proof.
+    """
+
+    largest: float
+    smallest: float
+    condition: float
+    floor: float
+    steps: int
+    converged: tuple[bool, bool]
+
+
+def extreme_eigenvalues(
+    matrix: Operator | Tensor,
+    *,
+    steps: int = 100,
+    tolerance: float = 1e-3,
+    floor: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Extremes:
+    """The largest eigenvalue of a symmetric positive semi-definite matrix, and the smallest above a floor.
+
+    Lanczos with full reorthogonalisation. It starts from F x with a random x, which has no part in the null space, so
+    that the smallest nonzero eigenvalue is an end of the spectrum it sees. A Ritz value theta with the residual
+    ||F y - theta y|| = beta |s| has an eigenvalue within that distance. An end of the spectrum has converged when
+
+        residual <= tolerance * theta    and    |theta - theta of the step before| <= tolerance * theta
+
+    in each of the last three steps, or when the Krylov space is exhausted and all Ritz values are eigenvalues. It ends
+    when both ends have. The largest comes within tens of steps. The smallest may need as many as there are distinct
+    eigenvalues. `converged` shows that there is an eigenvalue near theta and that more products did not change it, not
+    that there is none beyond: one much smaller than all others, or between theta and a floor inside a dense part of the
+    spectrum, can be missed. To be more certain use a smaller `tolerance`. Memory: `steps` vectors.
+
+    Args:
+        matrix: an `Operator`, or a dense matrix; anything with its shape, dtype and device that multiplies like one.
+        steps: how many products at most, and no more than there are rows.
+        tolerance: relative, as above.
+        floor: default 1e-12 in float64, 1e-5 in float32; what lies at or below it counts as zero.
+        generator: where x comes from; by default always the same numbers.
+
+    Raises:
+        ValueError: not square, zero, or with a negative eigenvalue.
+        FloatingPointError: a product that is not finite.
+    """
+    _check_square(matrix)
+    check_count("steps", steps, 1)
+    if not 0 < tolerance < 1:
+        raise ValueError(f"tolerance is relative, between 0 and 1; got {tolerance}")
+    floor, size = _floor(floor, matrix.dtype), matrix.shape[0]
+    generator = generator or torch.Generator().manual_seed(0)
+    x = torch.randn(size, generator=generator, dtype=torch.float64, device=generator.device)
+    start = _product(matrix, x.to(matrix.device, matrix.dtype))
+    if not start.norm() > 0:
+        raise ValueError("this matrix is zero: it has no condition")
+    steps = min(steps, size)
+    basis = start.new_empty(steps, size)  # orthonormal rows
+    basis[0] = start / start.norm()
+    alphas: list[float] = []
+    betas: list[float] = []
+    history: list[list[_End]] = []
+    for k in range(steps):
+        w = _product(matrix, basis[k])
+        alphas.append(torch.dot(w, basis[k]).item())
+        for _ in range(2):  # once leaves errors of the size of what is subtracted
+            w = w - basis[: k + 1].mT @ (basis[: k + 1] @ w)
+        betas.append(w.norm().item())
+        history.append(_ends(alphas, betas, floor, matrix.dtype))
+        exhausted = k + 1 == size or betas[-1] <= (k + 1) * torch.finfo(matrix.dtype).eps * history[-1][0][0]
+        largest, smallest = (exhausted or _settled(several, tolerance) for several in zip(*history, strict=True))
+        if (largest and smallest) or k + 1 == steps:
+            break
+        basis[k + 1] = w / betas[-1]
+    (top, _), (bottom, _) = history[-1]
+    return Extremes(top, bottom, top / bottom, floor, len(alphas) + 1, (largest, smallest))
+
+
+_End = tuple[float, float]  # a Ritz value and its residual
+
+
+def _ends(alphas: list[float], betas: list[float], floor: float, dtype: torch.dtype) -> list[_End]:
+    """The largest and the smallest of the tridiagonal matrix with `alphas` on and `betas` beside its diagonal."""
+    beside = torch.tensor(betas[:-1], dtype=torch.float64)
+    T = torch.diag(torch.tensor(alphas, dtype=torch.float64)) + torch.diag(beside, 1) + torch.diag(beside, -1)
+    theta, S = torch.linalg.eigh(T)
+    largest = theta[-1].item()
+    _check_lowest(theta[0].item(), largest, floor, dtype)
+    residuals = betas[-1] * S[-1].abs()
+    above = int((theta > floor * largest).nonzero()[0])
+    return [(theta[i].item(), residuals[i].item()) for i in (-1, above)]
+
+
+def _settled(ends: tuple[_End, ...], tolerance: float) -> bool:
+    """Whether a Ritz value has had a small residual, and has hardly moved, for `FURTHER` steps."""
+    return len(ends) > FURTHER and all(
+        max(residual, abs(now - before)) <= tolerance * now
+        for (before, _), (now, residual) in pairwise(ends[-FURTHER - 1 :])
+    )
+
+
+def _product(matrix: Operator | Tensor, v: Tensor) -> Tensor:
+    product: Tensor = matrix @ v
+    if not torch.isfinite(product).all():
+        raise FloatingPointError("a product with this matrix is not finite")
+    return product
+
+
+def _check_square(matrix: Operator | Tensor) -> None:
+    if len(matrix.shape) != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape[0] == 0:
+        raise ValueError(f"a spectrum is that of a square matrix, got shape {tuple(matrix.shape)}")
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """What rounding can leave of a zero eigenvalue, relative to the largest one."""
+    return 1e-12 if dtype == torch.float64 else 1e-5
+
+
+def _floor(floor: float | None, dtype: torch.dtype) -> float:
+    """The floor, or its default."""
+    if floor is not None and not 0 <= floor < 1:
         raise ValueError(f"floor is relative to the largest eigenvalue, at least 0 and below 1; got {floor}")
-    return float(floor)
+    return _rounding(dtype) if floor is None else float(floor)
+
+
+def _check_lowest(lowest: float, largest: float, floor: float, dtype: torch.dtype) -> None:
+    """Refuse a negative eigenvalue that rounding does not explain."""
+    if lowest < -max(floor, _rounding(dtype)) * max(largest, -lowest):
+        rounded = lowest >= -_rounding(torch.float32) * largest
+        cure = ". If it was computed in float32 this is rounding: pass floor=1e-5" if rounded else ""
+        raise ValueError(f"the matrix has an eigenvalue of {lowest:.3g}, and a Fisher matrix has none below zero{cure}")
