@@ -57,7 +57,8 @@ def test_the_library_needs_torch_alone_and_nothing_of_the_lab():
         "root = pathlib.Path(prong.__file__).parent\n"
         "for file in root.rglob('*.py'):\n"
         "    parts = file.relative_to(root).with_suffix('').parts\n"
-        "    if parts[0] not in ('lab', 'integrations', '__init__'): importlib.import_module('.'.join(('prong', *parts)))\n"
+        "    if parts[0] not in ('lab', 'integrations', '__init__'):\n"
+        "        importlib.import_module('.'.join(('prong', *parts)))\n"
         "bad = {'rich', 'tyro', 'matplotlib', 'mlxtend', 'prong.lab'} & set(sys.modules)\n"
         "sys.exit(f'imported {bad}' if bad else 0)"
     )

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prong.gradients.outputs import OutputGradients, precondition, sampled_output_gradient
+from prong.gradients.outputs import sampled_output_gradient
+from prong.gradients.whitening import OutputGradients, _times
 from prong.layers.layout import Layout
 from tests import reference
 from tests.closeness import assert_close
@@ -43,7 +44,8 @@ def gathered(*deltas: Tensor, groups: int = 1, channels_at: int = -1, **options)
 
 
 def mean_diagonal(G: Tensor) -> Tensor:
-    return G.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    """Of all groups: they are one layer's."""
+    return G.diagonal(dim1=-2, dim2=-1).mean()
 
 
 # Second moments
@@ -57,22 +59,12 @@ def test_the_second_moment_is_that_of_a_loop_over_examples_and_positions(shape, 
     assert_close(outputs.total / outputs.examples, reference.output_second_moment(delta, groups, channels_at))
 
 
-@every_output
-def test_the_scalar_is_the_mean_diagonal_of_each_group(shape, groups, channels_at):
-    delta = randn(*shape)
-    scalar = gathered(delta, groups=groups, channels_at=channels_at, scalar=True)
-    G = reference.output_second_moment(delta, groups, channels_at)
-    assert scalar.total.shape == (groups, 1, 1)
-    assert_close(scalar.total / scalar.examples, mean_diagonal(G))
-
-
-@pytest.mark.parametrize("scalar", [False, True])
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5), seed=st.integers(0, 2**31 - 1))
-def test_any_split_of_the_examples_gives_the_same_moment(scalar, sizes, seed):
+def test_any_split_of_the_examples_gives_the_same_moment(sizes, seed):
     torch.manual_seed(seed)
     delta = randn(sum(sizes), 6, 2)
-    parts = gathered(*delta.split(sizes), groups=2, channels_at=-2, scalar=scalar)
-    whole = gathered(delta, groups=2, channels_at=-2, scalar=scalar)
+    parts = gathered(*delta.split(sizes), groups=2, channels_at=-2)
+    whole = gathered(delta, groups=2, channels_at=-2)
     assert parts.examples == whole.examples == sum(sizes)
     assert_close(parts.total, whole.total)
 
@@ -85,11 +77,10 @@ def test_an_output_without_a_batch_dimension_is_one_example(shape, channels_at):
     assert_close(outputs.total, reference.output_second_moment(delta.unsqueeze(0), 1, channels_at))
 
 
-@pytest.mark.parametrize("scalar", [False, True])
-def test_the_scale_multiplies_each_gradient_and_knows_the_number_of_examples(scalar):
+def test_the_scale_multiplies_each_gradient_and_knows_the_number_of_examples():
     deltas = randn(3, 4), randn(5, 4)
-    scaled = gathered(*deltas, scalar=scalar, scale=lambda examples: 10.0 * examples)
-    expected = gathered(30 * deltas[0], 50 * deltas[1], scalar=scalar)
+    scaled = gathered(*deltas, scale=lambda examples: 10.0 * examples)
+    expected = gathered(30 * deltas[0], 50 * deltas[1])
     assert_close(scaled.total, expected.total)
     assert scaled.examples == expected.examples
 
@@ -108,10 +99,9 @@ def test_undoing_the_mean_of_the_loss_gives_the_gradients_of_single_examples():
     assert_close(outputs.total[0] / outputs.examples, G)
 
 
-@pytest.mark.parametrize("scalar", [False, True])
-def test_decayed_moments_are_weighted_moments(scalar):
+def test_decayed_moments_are_weighted_moments():
     first, second, third = randn(4, 3), randn(2, 3), randn(5, 3)
-    outputs = gathered(first, scalar=scalar)
+    outputs = gathered(first)
     outputs.decay(0.5)
     outputs.add(second, 1, -1)
     outputs.decay(0.25)
@@ -120,7 +110,7 @@ def test_decayed_moments_are_weighted_moments(scalar):
     for weight, delta in ((0.125, first), (0.25, second), (1.0, third)):
         G = G + weight * torch.einsum("no,np->op", delta, delta).unsqueeze(0)
     assert_close(float(outputs.examples), 0.125 * 4 + 0.25 * 2 + 5)
-    assert_close(outputs.total, mean_diagonal(G) if scalar else G)
+    assert_close(outputs.total, G)
 
 
 def test_decay_before_the_first_gradient_does_nothing():
@@ -131,14 +121,13 @@ def test_decay_before_the_first_gradient_does_nothing():
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("scalar", [False, True])
-def test_half_precision_gradients_accumulate_in_float32(dtype, scalar, autocast):
+def test_half_precision_gradients_accumulate_in_float32(dtype, autocast):
     delta = torch.randn(300, 4).to(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        outputs = gathered(delta, scalar=scalar)
+        outputs = gathered(delta)
     G = reference.output_second_moment(delta, 1, -1)
     assert outputs.total.dtype == torch.float32
-    assert_close((outputs.total / 300).double(), mean_diagonal(G) if scalar else G, tolerance=1e-6)
+    assert_close((outputs.total / 300).double(), G, tolerance=1e-6)
 
 
 def test_small_half_precision_gradients_do_not_vanish_when_squared():
@@ -183,16 +172,15 @@ def test_the_gradient_is_that_of_the_output_also_if_it_is_changed_in_place_after
 # State
 
 
-@pytest.mark.parametrize("scalar", [False, True])
-def test_a_saved_state_continues_as_if_never_interrupted(scalar):
+def test_a_saved_state_continues_as_if_never_interrupted():
     first, second = randn(4, 3), randn(5, 3)
-    outputs = gathered(first, scalar=scalar)
-    resumed = OutputGradients(scalar)
+    outputs = gathered(first)
+    resumed = OutputGradients()
     state = outputs.state_dict()
     resumed.load_state_dict(state, torch.device("cpu"))
     state["total"].fill_(99.0)  # what was loaded is a copy
     resumed.add(second, 1, -1)
-    expected = gathered(first, second, scalar=scalar)
+    expected = gathered(first, second)
     assert resumed.examples == 9
     assert_close(resumed.total, expected.total)
 
@@ -210,48 +198,59 @@ def test_an_empty_state_can_be_saved():
 @pytest.mark.parametrize("eps", [1e-3, 1.0])
 def test_Q_is_the_inverse_of_the_second_moment_damped_by_its_mean_diagonal(shape, groups, channels_at, eps):
     delta = randn(*shape)
-    Q = gathered(delta, groups=groups, channels_at=channels_at).preconditioner(eps)
+    Q = gathered(delta, groups=groups, channels_at=channels_at).preconditioner(eps, 0.0)
     G = reference.output_second_moment(delta, groups, channels_at)
     identity = reference.eye(*G.shape[:2])
     assert_close(Q @ (G + eps * mean_diagonal(G) * identity), identity)
 
 
-@every_output
-def test_the_scalar_Q_is_one_over_the_mean_diagonal(shape, groups, channels_at):
-    delta = randn(*shape)
-    Q = gathered(delta, groups=groups, channels_at=channels_at, scalar=True).preconditioner(1e-3)
-    assert_close(Q, 1 / mean_diagonal(reference.output_second_moment(delta, groups, channels_at)))
-
-
 def test_the_damping_is_relative_so_that_Q_scales_with_the_gradients():
     delta = randn(3, 5)  # of rank three: only damping makes G invertible
-    Q = gathered(delta).preconditioner(1e-2)
-    assert_close(1e12 * gathered(1e6 * delta).preconditioner(1e-2), Q)
-    assert_close(1e-12 * gathered(1e-6 * delta).preconditioner(1e-2), Q)
+    Q = gathered(delta).preconditioner(1e-2, 0.0)
+    assert_close(1e12 * gathered(1e6 * delta).preconditioner(1e-2, 0.0), Q)
+    assert_close(1e-12 * gathered(1e-6 * delta).preconditioner(1e-2, 0.0), Q)
 
 
 def test_Q_has_the_dtype_of_the_sums_and_their_precision():
     delta = torch.randn(40, 6)
-    Q = gathered(delta).preconditioner(1e-2)
+    Q = gathered(delta).preconditioner(1e-2, 0.0)
     G = reference.output_second_moment(delta, 1, -1)
     assert Q.dtype == torch.float32
     assert_close(Q.double() @ (G + 1e-2 * mean_diagonal(G) * reference.eye(1, 6)), reference.eye(1, 6), tolerance=1e-5)
 
 
-@pytest.mark.parametrize("scalar", [False, True])
-def test_Q_of_nothing_of_zero_or_of_what_is_not_finite_is_none_or_one(scalar):
-    def nothing(Q):
-        return Q.flatten().tolist() == [1.0] if scalar else Q is None
+def test_gradients_far_smaller_than_those_of_other_layers_are_damped_as_if_they_were_larger():
+    delta = randn(9, 3)
+    outputs = gathered(delta)
+    G = reference.output_second_moment(delta, 1, -1)
+    assert_close(outputs.size, mean_diagonal(G).item())
+    for least in (0.5, 2.0):
+        size = outputs.size * max(1.0, least)
+        Q = outputs.preconditioner(0.1, least * outputs.size)
+        assert_close(Q @ (G + 0.1 * size * reference.eye(1, 3)), reference.eye(1, 3))
+    zero = gathered(torch.zeros(4, 3).double()).preconditioner(0.1, 2.0)
+    assert_close(zero, reference.eye(1, 3) / 0.2)
 
-    assert OutputGradients(scalar).preconditioner(1e-2) is None
-    assert nothing(gathered(torch.zeros(4, 3), scalar=scalar).preconditioner(1e-2))
+
+def test_there_is_no_Q_of_nothing_of_zero_or_of_what_is_not_finite():
+    assert OutputGradients().preconditioner(1e-2, 0.0) is None
+    assert gathered(torch.zeros(4, 3)).preconditioner(1e-2, 0.0) is None
     for bad in (math.nan, math.inf):
         delta = randn(4, 3)
         delta[1, 2] = bad
-        assert nothing(gathered(delta, scalar=scalar).preconditioner(1e-2))
-    forgotten = gathered(randn(4, 3), scalar=scalar)
+        assert gathered(delta).preconditioner(1e-2, 0.0) is None
+    forgotten = gathered(randn(4, 3))
     forgotten.decay(0.0)
-    assert nothing(forgotten.preconditioner(1e-2))
+    assert forgotten.preconditioner(1e-2, 0.0) is None
+
+
+def test_a_batch_that_is_not_finite_is_left_out():
+    """As one that a GradScaler is about to skip."""
+    delta, bad = randn(4, 3), randn(5, 3)
+    bad[2, 1] = math.inf
+    outputs = gathered(delta, bad)
+    assert outputs.examples == 4
+    assert_close(outputs.total, gathered(delta).total)
 
 
 # Preconditioning
@@ -260,33 +259,22 @@ def test_Q_of_nothing_of_zero_or_of_what_is_not_finite_is_none_or_one(scalar):
 @pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4, 5), (2, 3, 1, 1), (6, 1, 9, 1)])
 def test_preconditioning_multiplies_the_outputs_of_each_group_by_its_Q(shape):
     gradient, Q = randn(*shape), randn(shape[0], shape[1], shape[1])
-    result = precondition(gradient, Q)
+    result = _times(Q, gradient)
     for g in range(shape[0]):
         assert_close(result[g], torch.tensordot(Q[g], gradient[g], dims=1))
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4, 5)])
-def test_preconditioning_by_a_scalar_multiplies_each_group_by_its_number(shape):
-    gradient, Q = randn(*shape), randn(2, 1, 1)
-    result = precondition(gradient, Q)
-    for g in range(2):
-        assert_close(result[g], Q[g].item() * gradient[g])
-
-
-@pytest.mark.parametrize("scalar", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_packed_gradient_need_not_be_contiguous(scalar, transposed):
+def test_a_packed_gradient_need_not_be_contiguous(transposed):
     layout = Layout((6, 4, 3, 2), groups=2, transposed=transposed)
     packed = layout.pack(randn(*layout.shape))
-    size = 1 if scalar else layout.outputs
-    Q = randn(2, size, size)
+    Q = randn(2, layout.outputs, layout.outputs)
     assert not packed.is_contiguous()
-    assert_close(precondition(packed, Q), precondition(packed.contiguous(), Q))
+    assert_close(_times(Q, packed), _times(Q, packed.contiguous()))
 
 
 def test_preconditioning_keeps_the_dtype_of_the_gradient():
-    for size in (1, 3):
-        assert precondition(torch.randn(2, 3, 4, 5).bfloat16(), torch.rand(2, size, size)).dtype == torch.bfloat16
+    assert _times(torch.rand(2, 3, 3), torch.randn(2, 3, 4, 5).bfloat16()).dtype == torch.bfloat16
 
 
 # Labels drawn from the model

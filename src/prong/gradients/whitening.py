@@ -95,14 +95,14 @@ class OutputGradients:
     @property
     def size(self) -> float:
         """The mean square of an output's gradient."""
-        if self.total is None:
+        if self.total is None or self.examples == 0:
             return 0.0
         return float(self.total.diagonal(dim1=-2, dim2=-1).mean()) / self.examples
 
     def preconditioner(self, damping: float, least: float) -> Tensor | None:
         """Q, with a damping relative to G's size, which counts as at least so large; None if nothing is known."""
         size = max(self.size, least)
-        if self.total is None or size <= 0:
+        if self.total is None or self.examples == 0 or size <= 0:
             return None
         G = (self.total / self.examples).double()
         G.diagonal(dim1=-2, dim2=-1).add_(damping * size)
