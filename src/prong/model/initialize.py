@@ -19,7 +19,16 @@ from prong.distributed.sharding import check_unsharded
 from prong.distributed.workers import Workers, unwrapped
 from prong.layers import Explicit, Kind, Site
 from prong.layers.layout import Layout
-from prong.model.estimate import Forward, as_batches, call_model, estimate, gathering, run_batches, undisturbed
+from prong.model.estimate import (
+    Forward,
+    as_batches,
+    call_model,
+    estimate,
+    gathering,
+    run_batches,
+    settle_blocks,
+    undisturbed,
+)
 from prong.model.whiten import check_model, fold_, whiten_, whitened_sites
 from prong.options import Basis, Damping, check_damping
 from prong.refresh.apply import check_between_updates, rewhiten_
@@ -82,6 +91,7 @@ def initialize_(
     before = [(p, p.detach().clone()) for p in model.parameters()]
     whitenings = [(site, site.whitening) for _, site in whitened_sites(model).values()]
     try:
+        settle_blocks(model, batches, forward, workers)
         _initialize_in_order(model, batches, damping, scheme, basis, forward, workers)
         if not plain:
             _refresh(model, batches, damping, forward, workers)
