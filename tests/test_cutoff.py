@@ -125,7 +125,7 @@ def thin(layer: nn.Module, like: nn.Module) -> None:
 @pytest.mark.parametrize("examples", [1, 40])
 def test_every_layer_uses_a_thin_p_as_the_matrix_it_stands_for(spec, examples):
     torch.manual_seed(0)
-    layer = prong.whiten_(spec.build(), cutoff=1.0)
+    layer = prong.whiten_(spec.build(), prong.Implicit(cutoff=1.0))
     dense = copy.deepcopy(layer)
     thin(layer, dense)
     h = spec.sample(examples).requires_grad_()
@@ -142,22 +142,26 @@ def wide() -> nn.Sequential:
 def test_training_with_a_cutoff_keeps_the_function_saves_memory_and_resumes_bit_for_bit():
     data = [(decaying(64, 16, seed=i)[0], torch.randint(4, (16,))) for i in range(12)]
     model, twin = wide(), wide()
-    make = lambda m: prong.PRONG(m, 1e-3, eps=0.1, period=4, samples=160, cutoff=1.0)  # noqa: E731
-    optimizer = make(model)
+
+    def make(m: nn.Module, **options: float) -> prong.PRONG:
+        form, refresh = prong.Implicit(**options), prong.Every(4, samples=160)
+        return prong.PRONG(m, 1e-3, damping=prong.Absolute(0.1), form=form, refresh=refresh, trust=None)
+
+    optimizer = make(model, cutoff=1.0)
     run(model, optimizer, data[:7])
     w = model[0].sites[0].whitening
     assert w.tail > 0 and w.P.shape[2] < 32
     before = model(data[0][0])
-    optimizer.refresher.refresh([data[0][0]])
+    prong.refresh_(model, [data[0][0]], prong.Absolute(0.1))
     assert_close(model(data[0][0]), before)
-    exact = prong.PRONG(wide(), 1e-3, eps=0.1, period=4, samples=160)
-    run(exact.model, exact, data[:7])
-    assert prong.summary(model)[0].memory < prong.summary(exact.model)[0].memory
+    exact = wide()
+    run(exact, make(exact), data[:7])
+    assert prong.summary(model)[0].memory < prong.summary(exact)[0].memory
     file = io.BytesIO()
     torch.save((model.state_dict(), optimizer.state_dict()), file)
     file.seek(0)
     weights, state = torch.load(file, weights_only=True)
-    other = make(twin)
+    other = make(twin, cutoff=1.0)
     twin.load_state_dict(weights)
     other.load_state_dict(state)
     run(model, optimizer, data[7:])
@@ -165,11 +169,16 @@ def test_training_with_a_cutoff_keeps_the_function_saves_memory_and_resumes_bit_
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
+def storing(model: nn.Module, storage: torch.dtype | str | None) -> prong.PRONG:
+    form, refresh = prong.Implicit(storage=storage), prong.Every(4, samples=64)
+    return prong.PRONG(model, 1e-2, damping=prong.Absolute(0.1), form=form, refresh=refresh, trust=None)
+
+
 def test_matrices_are_stored_in_the_dtype_asked_for_and_steps_are_near():
     data, models = batches(mlp(), 10), {}
     for storage in (None, torch.bfloat16):
         model = mlp().float()
-        optimizer = prong.PRONG(model, 1e-2, eps=0.1, period=4, samples=64, storage=storage)
+        optimizer = storing(model, storage)
         run(model, optimizer, [(x.float(), y) for x, y in data])
         assert model[0].sites[0].whitening.P.dtype == (storage or torch.float32)
         assert model[0].sites[0].whitening.c.dtype == torch.float32
@@ -187,7 +196,7 @@ def test_storage_by_itself_is_bfloat16_where_the_processor_has_units_for_it(unit
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     for dtype in (torch.float32, torch.float64):
         model = mlp().to(dtype)
-        optimizer = prong.PRONG(model, 1e-2, eps=0.1, period=4, samples=64, storage="auto")
+        optimizer = storing(model, "auto")
         run(model, optimizer, [(x.to(dtype), y) for x, y in batches(model, 6)])
         low = units and dtype == torch.float32
         assert model[0].sites[0].whitening.P.dtype == (torch.bfloat16 if low else dtype)
@@ -203,21 +212,21 @@ def test_storage_does_not_turn_steps_around(storage, cutoff):
     Q = torch.linalg.qr(torch.randn(64, 64))[0]
     scale = torch.full((64,), 0.03)
     scale[:8] = 3.3
-    layer = prong.whiten_(nn.Linear(64, 8), cutoff=cutoff, storage=storage)
+    layer = prong.whiten_(nn.Linear(64, 8), prong.Implicit(cutoff, storage))
     x = (torch.randn(2000, 64) * scale) @ Q
-    prong.refresh_(layer, [x], eps=0.01)
+    prong.refresh_(layer, [x], prong.Absolute(0.01))
     w = layer.sites[0].whitening
     gains = torch.linalg.eigvalsh(matrix(w.P.double(), w.tail))
     assert gains.min() > 0
-    prong.refresh_(layer, [x], eps=1.0)
+    prong.refresh_(layer, [x], prong.Absolute(1.0))
     assert layer.sites[0].whitening.P.dtype == storage, "no trouble there"
 
 
 def test_what_does_not_fit_the_storage_is_kept_as_it_is():
-    layer = prong.whiten_(nn.Linear(4, 4), storage=torch.float16)
+    layer = prong.whiten_(nn.Linear(4, 4), prong.Implicit(storage=torch.float16))
     x = torch.randn(50, 4)
     x[:, 3] = 0
-    prong.refresh_(layer, [x], eps=1e-6)
+    prong.refresh_(layer, [x], prong.Absolute(1e-6))
     assert torch.isfinite(layer.sites[0].whitening.P).all()
 
 
@@ -230,20 +239,15 @@ def test_what_does_not_fit_the_storage_is_kept_as_it_is():
         ({"cutoff": "small"}, TypeError, "cutoff"),
         ({"storage": "bfloat16"}, TypeError, "storage"),
         ({"storage": torch.int8}, TypeError, "storage"),
-        ({"cutoff": 1.0, "form": "explicit"}, ValueError, "implicit form"),
-        ({"storage": torch.bfloat16, "plus": True}, ValueError, "implicit form"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, error, message):
-    model = mlp()
     with pytest.raises(error, match=message):
-        prong.PRONG(model, 0.1, **options)
-    assert type(model[0]) is nn.Linear
+        prong.Implicit(**options)
 
 
-def test_a_model_whitened_already_keeps_its_own_cutoff():
-    model = prong.whiten_(mlp(), cutoff=1.0)
-    with pytest.raises(ValueError, match="give cutoff and storage to"):
-        prong.PRONG(model, 0.1, cutoff=2.0)
-    prong.PRONG(model, 0.1)
+@pytest.mark.parametrize("form", ["implicit", "auto"])
+def test_a_model_whitened_already_keeps_its_own_cutoff(form):
+    model = prong.whiten_(mlp(), prong.Implicit(cutoff=1.0))
+    prong.PRONG(model, 0.1, form=form)
     assert model[0].cutoff == 1.0
