@@ -12,10 +12,11 @@ from torch import Tensor
 
 from prong.core.moments import Moments
 from prong.core.precision import full_precision, has_bfloat16, is_half
-from prong.core.spectrum import leading_directions, leading_subspace
+from prong.core.spectrum import OVERSAMPLING, leading_directions, leading_subspace
 from prong.options import Absolute, Basis, Damping, Storage
 
 BASES: tuple[Basis, ...] = ("pca", "zca", "cholesky")
+NOT_FINITE = "the second moments are not finite: the inputs are too large to square"
 
 
 class WhiteningError(ArithmeticError):
@@ -56,10 +57,10 @@ class Whitening:
         if self.F is not None:
             return torch.bmm(X.to(self.F.dtype), self.F).to(X.dtype)
         assert self.P is not None and self.tail > 0
-        Q = self.P.to(X.dtype)
+        Q, eps = self.P.to(X.dtype), 1 / self.tail
         # Columns of Q are q = lam / (eps (lam + eps)) long, squared; Sigma + eps I = eps I + Q diag(lam / q) Q^T.
-        ratio = self.eps**2 / (1 - self.eps * Q.square().sum(-2, keepdim=True)).clamp(min=torch.finfo(Q.dtype).eps)
-        return self.eps * X + torch.bmm(torch.bmm(X, Q) * ratio, Q.mT)
+        ratio = eps**2 / (1 - eps * Q.square().sum(-2, keepdim=True)).clamp(min=torch.finfo(Q.dtype).eps)
+        return eps * X + torch.bmm(torch.bmm(X, Q) * ratio, Q.mT)
 
     def inverse(self) -> Tensor:
         """U^-1: what is kept, or, of a "pca" whitening, whose rows are orthogonal, U^T over their squared lengths."""
@@ -105,7 +106,10 @@ def eps_of(damping: Damping, moments: Moments, channels: int) -> float:
     The raw moment, not the variance: where units hardly vary, as sigmoids at a usual initialisation, the variance is
     tiny, and a damping relative to it lets steps explode.
     """
-    return damping.eps if isinstance(damping, Absolute) else damping * moments.mean_square(channels)
+    eps = damping.eps if isinstance(damping, Absolute) else damping * moments.mean_square(channels)
+    if not math.isfinite(eps):
+        raise FloatingPointError(NOT_FINITE)
+    return eps
 
 
 def scaled(whitening: Whitening, moments: Moments, channels: int) -> Whitening:
@@ -129,6 +133,7 @@ def whiten(
     centred: bool = True,
     cutoff: float = 0.0,
     expected: int = 0,
+    most: int | None = None,
 ) -> Whitening:
     """The whitening of inputs with these moments: U and U^-1 in a basis, or P alone when `basis` is None.
 
@@ -141,7 +146,8 @@ def whiten(
 
     and every inverse comes from the same factorisation. With a `cutoff`, P is that of a Sigma in which variances below
     `cutoff * eps` are zero, and thin, where that halves the work of using it; no gain grows by much more than
-    `1 + cutoff` times. The number of directions that are `expected` to remain makes finding them faster.
+    `1 + cutoff` times. The number of directions that are `expected` to remain makes finding them faster. Where more
+    remain than the `most` there may be, the largest are taken and all others damped like the first of those left out.
 
     On failure the ladder is climbed: the moments' own precision, then float64, then ten and a hundred times the
     damping (`Whitening.eps` tells).
@@ -162,12 +168,13 @@ def whiten(
     thin = factor is not None and _is_thin(factor, basis)
     X = factor / math.sqrt(moments.count) if thin and factor is not None else moments.covariance(centred)
     if not torch.isfinite(X).all():
-        raise FloatingPointError("the second moments are not finite: the inputs are too large to square")
+        raise FloatingPointError(NOT_FINITE)
     spread = X.square().sum((-2, -1)) if thin else X.diagonal(dim1=-2, dim2=-1).sum(-1)
     if cutoff > 0 and basis is None:
-        Q = _leading(X.mT @ X if thin else X, eps, cutoff, expected)
-        if Q is not None:
-            return with_product(Whitening(moments.mean.clone() if centred else None, eps, P=Q, tail=1 / eps), spread)
+        found = _leading(X.mT @ X if thin else X, eps, cutoff, expected, most)
+        if found is not None:
+            Q, tail = found
+            return with_product(Whitening(moments.mean.clone() if centred else None, eps, P=Q, tail=tail), spread)
     dense, low_rank = FACTORISATIONS[basis]
     factorise = low_rank if thin else dense
     for dtype, damping in (
@@ -283,21 +290,29 @@ def times_inverse(X: Tensor, P: Tensor, tail: float = 0.0) -> Tensor:
         return tail * X - torch.bmm(torch.bmm(low, P), P.mT).to(X.dtype)
 
 
-def _leading(Sigma: Tensor, eps: float, cutoff: float, expected: int) -> Tensor | None:
-    """The thin Q of (Sigma_k + eps I)^-1 = I / eps - Q Q^T, if rank k is small enough to be worth it.
+def _leading(
+    Sigma: Tensor, eps: float, cutoff: float, expected: int, most: int | None
+) -> tuple[Tensor, float] | None:
+    """The thin Q of (Sigma_k + eps I)^-1 = I / eps - Q Q^T, if rank k is small enough to be worth it; and 1 / eps.
 
-    With `Sigma_k = E diag(lam) E^T` of variances above `cutoff * eps`, Q = E diag(lam / (eps (lam + eps)))^1/2.
+    With `Sigma_k = E diag(lam) E^T` of variances above `cutoff * eps`, Q = E diag(lam / (eps (lam + eps)))^1/2. Of too
+    many, the largest, less the first that is left out, by which eps is larger.
     """
+    at_most = Sigma.shape[-1] // 4 if most is None else min(most, Sigma.shape[-1])
     with full_precision(Sigma):
         try:
-            found = leading_directions(Sigma, cutoff * eps, Sigma.shape[-1] // 4, expected)
+            found = leading_directions(Sigma, cutoff * eps, at_most, expected)
+            if found is None and most is not None:
+                lam, E = leading_subspace(Sigma, min(at_most + OVERSAMPLING, Sigma.shape[-1]))
+                rest = float(lam[:, at_most].clamp(min=0).max()) if lam.shape[-1] > at_most else 0.0
+                found, eps = ((lam[:, :at_most] - rest).clamp(min=0), E[..., :at_most]), eps + rest
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             return None
         if found is None:
             return None
         lam, E = found
         Q = E * (lam / (eps * (lam + eps))).sqrt().unsqueeze(-2)
-    return Q if torch.isfinite(Q).all() else None
+    return (Q, 1 / eps) if torch.isfinite(Q).all() else None
 
 
 def _is_thin(factor: Tensor, basis: Basis | None) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ class Request:
     """What is to be factorised: the arguments of `whiten`, and what is done to the result.
 
     Attributes:
+        most: how many directions may be told apart.
         channels: the number of inputs of all groups.
         scaled: whether U is for an optimizer that is not linear in the gradient.
         storage: the dtype to store P in, if not its own.
@@ -45,6 +47,7 @@ class Request:
     centred: bool
     cutoff: float
     expected: int
+    most: int | None
     channels: int
     scaled: bool
     storage: torch.dtype | None
@@ -56,7 +59,7 @@ class Request:
 
     def whiten(self, eps: float) -> Whitening:
         """The whitening that is wanted."""
-        return self.finish(whiten(self.moments, eps, self.basis, self.centred, self.cutoff, self.expected))
+        return self.finish(whiten(self.moments, eps, self.basis, self.centred, self.cutoff, self.expected, self.most))
 
     def finish(self, whitening: Whitening) -> Whitening:
         """A whitening of these moments as it is wanted."""
@@ -92,8 +95,9 @@ def _request(
         damping,
         layer.basis,
         layer.centred(site),
-        layer.cutoff,
+        layer.cutoff if site.rank is None else max(layer.cutoff, 1.0),
         expected,
+        site.rank,
         site.layout.channels,
         layer.basis is not None and not linear(weight),
         storage_for(layer.storage, weight),
@@ -104,6 +108,15 @@ def _warn(note: str) -> None:
     warnings.warn(note, stacklevel=4)
 
 
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Errors say of which layer they are."""
+    try:
+        yield
+    except (ValueError, FloatingPointError) as error:
+        raise type(error)(f"layer {name!r}: {error}") from None
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
 def factorise(requests: Requests, warn: Callable[[str], None] = _warn) -> dict[str, Whitening]:
@@ -112,18 +125,20 @@ def factorise(requests: Requests, warn: Callable[[str], None] = _warn) -> dict[s
     Inputs that are all zero have none.
     """
     new: dict[str, Whitening] = {}
-    eps = {request: request.eps for request in dict.fromkeys(requests.values())}
+    eps: dict[Request, float] = {}
+    for name, request in requests.items():
+        with _named(name):
+            eps[request] = eps[request] if request in eps else request.eps
     live = {name: request for name, request in requests.items() if eps[request] > 0 or request.moments.count < 2}
     known = _whiten_batched({request: eps[request] for request in live.values()})
     for name, request in live.items():
         try:
-            if request not in known:
-                known[request] = request.whiten(eps[request])
+            with _named(name):
+                if request not in known:
+                    known[request] = request.whiten(eps[request])
             new[name] = known[request]
         except WhiteningError as error:
             warn(f"layer {name!r} keeps its last whitening: {error}")
-        except (ValueError, FloatingPointError) as error:
-            raise type(error)(f"layer {name!r}: {error}") from None
         else:
             if new[name].eps != eps[request]:
                 warn(f"layer {name!r}: damping was raised from {eps[request]:g} to {new[name].eps:g}")
@@ -140,7 +155,7 @@ def _whiten_batched(requests: Mapping[Request, float]) -> dict[Request, Whitenin
         mean = request.moments.mean
         if mean.device.type == "cpu" and mean.shape[1] > BATCHED:
             continue  # there large ones are factorised one by one anyway, and together take more memory
-        key = (mean.shape[1], mean.dtype, mean.device, request.basis, request.centred, request.cutoff)
+        key = (mean.shape[1], mean.dtype, mean.device, request.basis, request.centred, request.cutoff, request.most)
         alike.setdefault(key, []).append(request)
     known: dict[Request, Whitening] = {}
     for group in alike.values():

@@ -252,7 +252,8 @@ class Refresher:
     def state_dict(self) -> dict[str, Any]:
         """Whitening, windows and counters, by the names of the layers; tensors, numbers and strings only.
 
-        Of several workers, each has windows of its own, until `synchronize`.
+        Of several workers, each has windows of its own, and of a refresh under way what it has computed itself, until
+        `synchronize`.
         """
         self._check_unfolded()
         absolute = isinstance(self.damping, Absolute)
@@ -287,7 +288,7 @@ class Refresher:
         self._pending.drop()
         if state["pending"] is not None:
             held = {name: Whitening(**w) for name, w in state["pending"]["whitenings"].items()}
-            self._pending.put(Share(held), int(state["pending"]["due"]))
+            self._pending.put(Share(held, complete=state["pending"]["complete"]), int(state["pending"]["due"]))
         if self.gradients is not None:
             self.gradients.load_state_dict(state["gradients"], weight)
 
@@ -309,9 +310,10 @@ class Refresher:
 
     def _pending_state(self) -> dict[str, Any] | None:
         held = self._pending.peek()
-        if held is None or not held.complete:  # of several workers, each has a part: it is begun again after a load
+        if held is None:
             return None
-        return {"due": self._pending.due, "whitenings": {name: dict(w.items()) for name, w in held.whitenings.items()}}
+        whitenings = {name: dict(w.items()) for name, w in held.whitenings.items()}
+        return {"due": self._pending.due, "whitenings": whitenings, "complete": held.complete}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Refuse a state that is not of this model and kind of training, or a model that was folded since."""
