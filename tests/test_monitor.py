@@ -23,10 +23,12 @@ from prong.analysis.conditioning import (
     whitened_spectrum,
 )
 from prong.analysis.monitor import Monitor
-from prong.analysis.observation import Seen, as_whitened
+from prong.analysis.observation import Seen
 from prong.core.moments import Moments
 from prong.core.whitening import Whitening, whiten
+from prong.layers import plain_kind
 from prong.layers.base import Inputs
+from prong.model.whiten import whitened_sites
 from tests.closeness import assert_close
 from tests.training import attentive, batches, canonical, convnet, mlp, run, train
 
@@ -115,6 +117,14 @@ def test_inputs_that_the_whitening_came_from_have_not_drifted(basis, rows):
     assert_close(whitened_spectrum(moments(h), w), torch.ones(6, dtype=DOUBLE))
 
 
+def test_a_scaled_whitening_is_measured_as_the_formula_has_it():
+    w = whiten(moments(sample(200, seed=1)), 0.05, "pca")
+    scaled = replace(w, U=w.U / 3, U_inv=w.U_inv * 3, scale=3.0)
+    new = moments(sample(50, seed=2))
+    assert_close(drift_from_white(new, scaled), drift_from_white(new, w))
+    assert_close(whitened_spectrum(new, scaled), whitened_spectrum(new, w))
+
+
 @pytest.mark.parametrize("basis", ["pca", None])
 def test_chance_is_the_drift_of_new_rows_when_nothing_has_changed(basis):
     torch.manual_seed(0)
@@ -137,7 +147,7 @@ def test_a_thin_whitening_drifts_from_its_own_inputs_and_has_no_chance():
 def test_rows_of_a_rescaled_whitening_have_drift_but_no_chance():
     for plus in (False, True):
         model = mlp()
-        optimizer = prong.PRONG(model, 0.05, eps=0.1, period=2, plus=plus, form="explicit")
+        optimizer = prong.PRONG(model, 0.05, form=prong.Explicit(plus=plus), refresh=prong.Every(2))
         monitor = Monitor(model, optimizer, {4})
         run(model, optimizer, batches(model, 4))
         assert all(row.drift is not None and (row.chance is None) == plus for row in monitor.rows)
@@ -188,17 +198,32 @@ def layer_inputs(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("form", ["implicit", "explicit", None])
+WIDE = prong.Auto(time=1e9, memory=1e9)  # without blocks
+
+
+def whitened(model: nn.Module, form: str | None, x: Tensor, eps: float = 0.1, lr: float = 0.05):
+    """An optimizer whose model is whitened by this tensor, and by nothing else."""
+    if form in ("implicit", "explicit"):
+        prong.whiten_(model, form)
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    if form not in ("implicit", "explicit", None):
+        options = WIDE if form == "auto" else prong.Materialised()
+        prong.attach(model, optimizer, form=options, refresh=prong.Never())
+    if form is not None:
+        prong.refresh_(model, x, prong.Absolute(eps))
+    return optimizer
+
+
+each_form = pytest.mark.parametrize("form", ["implicit", "explicit", "auto", "materialised"])
+
+
+@pytest.mark.parametrize("form", ["implicit", "explicit", "auto", "materialised", None])
 @pytest.mark.parametrize("make", [mlp, convnet])
 def test_rows_are_of_the_forward_of_the_chosen_update(make, form):
     model, eps = make(), 0.1
     data = batches(model, 5)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    if form is not None:
-        prong.whiten_(model, form)
-        optimizer = torch.optim.SGD(model.parameters(), 0.05)
-        prong.refresh_(model, data[4][0], eps=eps)
-    monitor = Monitor(model, optimizer, {2, 3}, samples=100_000, eps=eps)
+    optimizer = whitened(model, form, data[4][0], eps)
+    monitor = Monitor(model, optimizer, {2, 3}, samples=100_000, damping=prong.Absolute(eps))
     expected = []
     for update, pair in enumerate(data[:4], start=1):
         if update in (2, 3):
@@ -217,20 +242,22 @@ def test_rows_are_of_the_forward_of_the_chosen_update(make, form):
         if form is None:
             assert row.drift is row.chance is row.condition_whitened is None
             continue
-        mu = written_out(h, model[int(name)].sites[0].whitening)
+        mu = written_out(h, whitened_sites(model)[name][1].whitening)
         assert_close(row.drift, float((mu - 1).square().mean().sqrt()), 1e-8)
         assert_close(row.condition_whitened, float(mu[0] / mu[-1]), 1e-8)
 
 
+EVERY = prong.Every(4, samples=32)
 OPTIMIZERS = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), 0.05),
-    "implicit": lambda m: prong.PRONG(m, 0.05, eps=0.1, period=4, samples=32),
-    "explicit": lambda m: prong.PRONG(m, 0.05, eps=0.1, period=4, samples=32, form="explicit"),
-    "cutoff": lambda m: prong.PRONG(m, 0.05, eps=0.1, period=4, samples=32, cutoff=1.0),
-    "plus": lambda m: prong.PRONG(m, 0.05, eps=0.1, period=4, samples=32, plus=True),
-    "balance": lambda m: prong.PRONG(m, 0.01, eps=0.1, period=4, samples=32, balance=True),
-    "auto": lambda m: prong.PRONG(m, 0.05, eps=0.1, period="auto", samples=32),
-    "loader": lambda m: prong.PRONG(m, 0.05, eps=0.1, period=4, samples=32, source=[batches(m, 1, seed=5)[0][0]]),
+    "plain": lambda m: prong.PRONG(m, 0.05, refresh=EVERY),
+    "implicit": lambda m: prong.PRONG(m, 0.05, form="implicit", refresh=EVERY),
+    "explicit": lambda m: prong.PRONG(m, 0.05, form="explicit", refresh=EVERY),
+    "cutoff": lambda m: prong.PRONG(m, 0.05, form=prong.Implicit(cutoff=1.0), refresh=EVERY),
+    "plus": lambda m: prong.PRONG(m, 0.05, form=prong.Explicit(plus=True), refresh=EVERY),
+    "adamw": lambda m: prong.AdamW(m, refresh=EVERY),
+    "drift": lambda m: prong.PRONG(m, 0.05, refresh=prong.OnDrift(samples=32)),
+    "loader": lambda m: prong.PRONG(m, 0.05, refresh=replace(EVERY, source=[batches(m, 1, seed=5)[0][0]])),
 }
 
 
@@ -273,14 +300,12 @@ def test_training_is_the_same_to_the_bit_random_state_included(make, name):
     torch.testing.assert_close(trained(True), trained(False), **EXACT)
 
 
-@pytest.mark.parametrize("form", ["implicit", "explicit"])
+@each_form
 @pytest.mark.parametrize("make", [mlp, convnet])
 def test_after_a_refresh_on_exactly_the_rows_measured_drift_is_nothing_and_then_it_grows(make, form):
     model = make()
     x, y = batches(model, 1, size=64)[0]
-    prong.whiten_(model, form)
-    optimizer = torch.optim.SGD(model.parameters(), 0.02)
-    prong.refresh_(model, x, eps=0.1)
+    optimizer = whitened(model, form, x, lr=0.02)
     monitor = Monitor(model, optimizer, {1, 5, 40}, samples=100_000)
     run(model, optimizer, [(x, y)] * 40)
     layers = dict.fromkeys(row.layer for row in monitor.rows)
@@ -296,14 +321,10 @@ def test_after_a_refresh_on_exactly_the_rows_measured_drift_is_nothing_and_then_
 
 
 def test_attention_has_a_row_for_queries_keys_and_values():
-    for form in (None, "implicit", "explicit"):
+    for form in (None, "implicit", "explicit", "auto", "materialised"):
         model = attentive()
-        optimizer = torch.optim.SGD(model.parameters(), 0.05)
         x = batches(model, 1)[0][0]
-        if form is not None:
-            prong.whiten_(model, form)
-            optimizer = torch.optim.SGD(model.parameters(), 0.05)
-            prong.refresh_(model, x, eps=0.1)
+        optimizer = whitened(model, form, x)
         monitor = Monitor(model, optimizer, 1, samples=100_000)
         run(model, optimizer, batches(model, 1))
         assert [row.layer for row in monitor.rows] == ["attention.q", "attention.k", "attention.v", "head"]
@@ -345,14 +366,43 @@ class Repeated(nn.Module):
 def test_calls_of_one_layer_in_one_update_count_alike():
     model = Repeated()
     x, y = batches(model, 1, size=400)[0]
-    prong.whiten_(model)
-    prong.refresh_(model, x, eps=0.1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    optimizer = whitened(model, "implicit", x, lr=0.0)
     few, everything = Monitor(model, optimizer, 1, samples=500), Monitor(model, optimizer, 1, samples=5000)
     run(model, optimizer, [(x, y)])
     assert (few.rows[0].samples, everything.rows[0].samples) == (500, 4000)
     assert everything.rows[0].drift < 1e-8
     assert few.rows[0].drift < 0.2 and few.rows[0].drift < 2 * few.rows[0].chance
+
+
+def seeing(layer: nn.Module, samples: int) -> Seen:
+    view = plain_kind(layer)(layer, prong.Implicit())
+    return Seen(view, view.sites[0], samples)
+
+
+def test_blocks_are_looked_at_by_themselves_whoever_of_monitor_and_optimizer_was_there_first():
+    """Seventeen inputs in two blocks are filled up with a zero, which is no input."""
+    model = nn.Sequential(nn.Linear(17, 33), nn.Tanh(), nn.Linear(33, 4)).double()
+    sgd = torch.optim.SGD(model.parameters(), 0.05)
+    early = Monitor(model, sgd, 1)
+    prong.attach(model, sgd, form=prong.Auto(memory=1e-3), refresh=prong.Every(1))
+    late = Monitor(model, sgd, 1)
+    run(model, sgd, [(torch.randn(64, 17, dtype=DOUBLE), torch.randint(4, (64,))) for _ in range(2)])
+    assert [row for row in late.rows if row.update == 2] == [row for row in early.rows if row.update == 2]
+    sites = {name: site for name, (_, site) in whitened_sites(model).items()}
+    assert [site.layout.blocks for site in sites.values()] == [2, 3]
+    for row in late.rows:
+        assert row.inputs == len(row.spectrum) == sites[row.layer].layout.channels and row.spectrum[-1] > 1e-6
+        assert (row.drift is None) == (row.update == 1)
+
+
+def test_layers_that_wait_for_their_first_refresh_have_their_optimizers_damping():
+    for damping in (0.3, prong.Absolute(0.7)):
+        model = mlp()
+        optimizer = prong.PRONG(model, 0.05, damping=damping, refresh=prong.Never())
+        monitor = Monitor(model, optimizer, 1, samples=1000)
+        (x, y), *_ = batches(model, 1)
+        run(model, optimizer, [(x, y)])
+        assert_close(monitor.rows[0].eps, 0.7 if damping != 0.3 else 0.3 * float(x.square().mean()))
 
 
 @settings(deadline=None, max_examples=40)
@@ -364,7 +414,7 @@ def test_rows_looked_at_are_spread_evenly_whatever_calls_they_come_in(sizes, sam
     rows = torch.arange(total, dtype=DOUBLE).view(1, -1, 1)
 
     def kept(parts: list[int]) -> Tensor:
-        seen = Seen(as_whitened(layer), as_whitened(layer).sites[0], samples)
+        seen = seeing(layer, samples)
         for part in rows.split(parts, dim=1):
             seen.add(Inputs(part, 0.0, 1))
             assert sum(x.shape[1] for x in seen._kept) < 2 * samples
@@ -378,7 +428,7 @@ def test_rows_looked_at_are_spread_evenly_whatever_calls_they_come_in(sizes, sam
 @pytest.mark.parametrize("size", [100, 128, 144, 377, 500, 610, 784, 987, 1024])
 def test_rows_looked_at_are_spread_over_calls_and_over_places_in_them_whatever_the_size(size):
     """Calls and places (positions of a map, examples of a batch) are met about as evenly as if drawn at random."""
-    seen = Seen(as_whitened(nn.Linear(2, 1)), as_whitened(nn.Linear(2, 1)).sites[0], 512)
+    seen = seeing(nn.Linear(2, 1), 512)
     calls = 40
     for call in range(calls):
         place = torch.arange(float(size))
@@ -394,7 +444,7 @@ def test_rows_looked_at_are_spread_over_calls_and_over_places_in_them_whatever_t
 
 
 def test_zeros_of_padding_count_in_proportion():
-    seen = Seen(as_whitened(nn.Linear(1, 1)), as_whitened(nn.Linear(1, 1)).sites[0], 10)
+    seen = seeing(nn.Linear(1, 1), 10)
     for _ in range(4):
         seen.add(Inputs(torch.ones(1, 25, 1), 50.0, 1))
     assert seen.moments().count == pytest.approx(30) and float(seen.moments().mean) == pytest.approx(1 / 3)
@@ -402,7 +452,7 @@ def test_zeros_of_padding_count_in_proportion():
 
 def test_without_the_whitened_condition_the_rest_is_the_same():
     model = mlp()
-    optimizer = prong.PRONG(model, 0.05, eps=0.1, period=2)
+    optimizer = prong.PRONG(model, 0.05, refresh=prong.Every(2))
     whole, cheap = Monitor(model, optimizer, 2), Monitor(model, optimizer, 2, whitened_condition=False)
     run(model, optimizer, batches(model, 6))
     for a, b in zip(whole.rows, cheap.rows, strict=True):
@@ -422,7 +472,7 @@ def test_collections_may_be_in_any_order_and_long_and_windows_fit_exactly():
 
 def test_spectra_need_not_be_kept():
     model = mlp()
-    optimizer = prong.PRONG(model, 0.05, eps=0.1, period=2)
+    optimizer = prong.PRONG(model, 0.05, refresh=prong.Every(2))
     whole, short = Monitor(model, optimizer, 2), Monitor(model, optimizer, 2, keep_spectrum=False)
     run(model, optimizer, batches(model, 6))
     for a, b in zip(whole.rows, short.rows, strict=True):
@@ -444,7 +494,7 @@ def test_forwards_that_checkpointing_runs_again_are_not_looked_at_twice(reentran
 def test_evaluation_and_refreshes_between_updates_are_not_looked_at():
     model = mlp()
     data = batches(model, 3)
-    optimizer = prong.PRONG(model, 0.05, eps=0.1, period=1, source=[100 * x for x, _ in data])
+    optimizer = prong.PRONG(model, 0.05, refresh=prong.Every(1, source=[100 * x for x, _ in data]))
     monitor = Monitor(model, optimizer, 1, samples=1000)
     for pair in data:
         model.eval()(100 * pair[0])
@@ -465,24 +515,26 @@ def test_inputs_that_are_not_finite_give_a_row_that_says_so():
 
 def test_rows_become_json_and_a_context_detaches():
     model = mlp()
-    optimizer = prong.PRONG(model, 0.05, eps=0.1, period=2)
+    optimizer = prong.PRONG(model, 0.05, refresh=prong.Every(2))
     hooks = len(optimizer._optimizer_step_post_hooks)
+    listeners = [len(module._forward_pre_hooks) for module in model.modules()]
     with Monitor(model, optimizer, range(1, 7, 2), callback=lambda m: {"answer": torch.tensor(42)}) as monitor:
         run(model, optimizer, batches(model, 6))
     count = len(monitor.rows)
-    assert count == 9 and monitor.rows[0].drift is None, "no refresh before the first update"
+    assert count == 9 and monitor.rows[0].drift is None, "nothing was whitened in the first forward"
     assert monitor.numbers == [{"update": update, "answer": 42.0} for update in (1, 3, 5)]
     again = json.loads(json.dumps(monitor.to_dicts(), allow_nan=False))
     assert again[3]["update"] == 3 and again[3]["spectrum"] == list(monitor.rows[3].spectrum)
     run(model, optimizer, batches(model, 6))
     assert len(monitor.rows) == count
     assert len(optimizer._optimizer_step_post_hooks) == hooks
-    assert all(not module._forward_pre_hooks for module in model.modules())
+    assert [len(module._forward_pre_hooks) for module in model.modules()] == listeners
 
 
-def test_folding_and_copying_a_watched_model_go_on_as_without():
+@pytest.mark.parametrize("form", ["auto", "implicit"])
+def test_folding_and_copying_a_watched_model_go_on_as_without(form):
     model = mlp()
-    optimizer = prong.PRONG(model, 0.05, eps=0.1, period=1)
+    optimizer = prong.PRONG(model, 0.05, form=form, refresh=prong.Every(1, growth=None))
     monitor = Monitor(model, optimizer, 1)
     run(model, optimizer, batches(model, 2))
     twin = copy.deepcopy(model)
@@ -539,7 +591,7 @@ def test_the_count_of_updates_can_be_set_where_a_run_is_resumed():
         ({"samples": 1}, ValueError, "samples"),
         ({"window": 0}, ValueError, "window"),
         ({"when": 2, "window": 3}, ValueError, "does not fit"),
-        ({"eps": 0.0}, ValueError, "eps"),
+        ({"damping": 0.0}, ValueError, "damping"),
         ({"floor": 0.0}, ValueError, "floor"),
         ({"callback": 3}, TypeError, "callback"),
     ],

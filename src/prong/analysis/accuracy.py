@@ -18,7 +18,7 @@ from torch import Tensor
 from prong.core.moments import Moments
 from prong.core.whitening import check_cutoff, check_eps, times_inverse, whiten
 from prong.layers.layout import Layout
-from prong.model.whiten import check_count
+from prong.options import check_count
 
 
 @dataclass(frozen=True)

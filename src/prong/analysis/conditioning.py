@@ -14,6 +14,7 @@ Groups of a convolution are blocks of one block-diagonal matrix: spectra are ove
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -54,8 +55,8 @@ def condition_number(spectrum: Tensor, eps: float = 0.0, floor: float = 0.0) -> 
 
 def whitened_spectrum(moments: Moments, whitening: Whitening) -> Tensor:
     """The eigenvalues of M = U S U^T, largest first, shape (groups in,); from P alone, those of L^T P L, S = L L^T."""
-    S = _damped(moments, whitening)
-    w = whitening.map(lambda x: x.to(S.dtype))
+    w = _as_in_the_formula(whitening, moments.mean)
+    S = _damped(moments, w)
     with full_precision(S):
         if w.U is not None:
             M = w.U @ S @ w.U.mT
@@ -83,7 +84,7 @@ def drift_from_white(moments: Moments, whitening: Whitening) -> tuple[float, flo
     a thin P does not give: None there.
     """
     mean, factor, count = moments.mean, moments.factor, moments.count
-    w = whitening.map(lambda x: x.to(mean.dtype))
+    w = _as_in_the_formula(whitening, mean)
     size = mean.numel()
     with full_precision(mean):
         gains = _gains(w)  # U U^T, or P: their traces and norms are the same
@@ -106,12 +107,18 @@ def drift_from_white(moments: Moments, whitening: Whitening) -> tuple[float, flo
     return drift, chance
 
 
-def _damped(moments: Moments, whitening: Whitening) -> Tensor:
+def _as_in_the_formula(whitening: Whitening, like: Tensor) -> Whitening:
+    """The whitening with its U not scaled, in the precision of a tensor."""
+    w = whitening.map(lambda x: x.to(like.dtype))
+    return replace(w, U=w.U * w.scale, U_inv=None, scale=1.0) if w.U is not None else w
+
+
+def _damped(moments: Moments, w: Whitening) -> Tensor:
     """S = E[(h - c)(h - c)^T] + eps I, shape (groups, in, in)."""
     S = moments.covariance()
-    shift = moments.mean if whitening.c is None else moments.mean - whitening.c.to(moments.mean)
+    shift = moments.mean if w.c is None else moments.mean - w.c
     S = S + shift.unsqueeze(2) * shift.unsqueeze(1)
-    S.diagonal(dim1=-2, dim2=-1).add_(whitening.eps)
+    S.diagonal(dim1=-2, dim2=-1).add_(w.eps)
     return S
 
 

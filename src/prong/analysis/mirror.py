@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from prong.core.whitening import Whitening
-from prong.model.whiten import check_count
+from prong.options import check_count
 
 Loss = Callable[[Tensor], Tensor]
 

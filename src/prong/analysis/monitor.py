@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from prong.analysis.conditioning import condition_number, drift_from_white, input_spectrum, whitened_spectrum
-from prong.analysis.observation import Listener, Seen, as_whitened, tensors_given
-from prong.core.whitening import check_eps
-from prong.layers import FORMS, WhitenedLayer, in_backward
+from prong.analysis.observation import Listener, Seen, tensors_given
+from prong.core.whitening import eps_of
+from prong.layers import Kind, WhitenedLayer, in_backward, plain_kind, tap_of
 from prong.layers.natural import in_transform
 from prong.model.estimate import aside
-from prong.model.whiten import SUPPORTED, check_count, check_model, site_name, whitened_sites
+from prong.model.whiten import SUPPORTED, check_model, site_name, whitened_sites
+from prong.options import Damping, Explicit, Implicit, check_count, check_damping
 from prong.refresh.refresher import Refresher
 
 Callback = Callable[[nn.Module], Mapping[str, float]]
@@ -39,7 +40,7 @@ class Row:
     Attributes:
         update: which update's forward was looked at; the first is 1.
         layer: its name.
-        inputs: how many inputs, over all groups.
+        inputs: how many inputs, over all groups. Where they are whitened in blocks, those alone are looked at.
         samples: rows looked at. With fewer than inputs, some eigenvalues are zero for want of samples.
         eps: damping: the whitening's, or the monitor's own where there is none.
         spectrum: eigenvalues of the covariance Sigma (of E[h h^T] where nothing centres), largest first; empty if not
@@ -73,7 +74,7 @@ class Monitor:
         json.dumps(monitor.to_dicts())
 
     Training is not changed by a bit: inputs are looked at as they pass, and random state is left alone. The model may
-    be whitened in either form, wholly, partly or not at all. Layers are seen when they are called in training mode;
+    be whitened in any form, wholly, partly or not at all. Layers are seen when they are called in training mode;
     attention's output projection never is.
 
     Args:
@@ -84,7 +85,7 @@ class Monitor:
         samples: at most so many rows of a layer's inputs per measurement, evenly spread over all that pass.
         window: so many updates, the chosen one the last, are looked at for one measurement: where a batch has fewer
             rows than layers have inputs. Measurements are at least as far apart.
-        eps: damping for layers that are not whitened; others use their own.
+        damping: for layers that are not whitened, relative or `prong.Absolute(eps)`; others use their own.
         floor: eigenvalues below this fraction of the largest count as that, in the undamped condition number.
         whitened_condition: whether to find `condition_whitened`, an eigenproblem per layer and most of the cost.
         keep_spectrum: whether rows keep every eigenvalue, most of their memory.
@@ -107,7 +108,7 @@ class Monitor:
         layers: str | Iterable[str] | None = None,
         samples: int = 512,
         window: int = 1,
-        eps: float = 1e-2,
+        damping: Damping = 0.1,
         floor: float = 1e-7,
         whitened_condition: bool = True,
         keep_spectrum: bool = True,
@@ -119,7 +120,7 @@ class Monitor:
         check_count("samples", samples, 2)
         check_count("window", window, 1)
         _check_when(when, window)
-        check_eps(eps)
+        check_damping(damping)
         if not 0 < floor < 1:
             raise ValueError(f"floor is a fraction of the largest eigenvalue between 0 and 1, got {floor}")
         if callback is not None and not callable(callback):
@@ -127,7 +128,7 @@ class Monitor:
         chosen = _choose(model, layers)
         self.model, self.optimizer = model, optimizer
         self.when, self.samples, self.window = when, samples, window
-        self.eps, self.floor, self.whitened_condition, self.callback = eps, floor, whitened_condition, callback
+        self.damping, self.floor, self.whitened_condition, self.callback = damping, floor, whitened_condition, callback
         self.keep_spectrum = keep_spectrum
         self.rows: list[Row] = []
         self.numbers: list[dict[str, float]] = []
@@ -174,19 +175,17 @@ class Monitor:
         """Take note of a layer's inputs."""
         if not module.training or in_backward() or in_transform():
             return  # evaluation; checkpointing runs forwards again; under vmap there are no values
-        if not all(site.training_only for _, site in whitened_sites(self.model).values()):
+        if any(site.aside for _, site in whitened_sites(self.model).values()):
             return  # a forward that only gathers statistics for a refresh
-        layer = module if isinstance(module, WhitenedLayer) else as_whitened(module)
+        layer = _seen_as(module)
         for site, h in zip(layer.sites, tensors_given(layer, args, kwargs), strict=False):
             if h.dim() < -layer.channels_at or h.shape[layer.channels_at] != site.layout.channels:
                 return  # the layer is about to refuse this, in torch's words
             full_name = site_name(name, site)
-            if full_name not in self._seen:
-                self._seen[full_name] = Seen(layer, site, self.samples)
-            seen = self._seen[full_name]
-            seen.whitening, seen.centred = site.whitening, layer.centred(site)
-            seen.rescaled = site.spread is not None
-            seen.eps = layer.owner.eps if isinstance(layer.owner, Refresher) else self.eps
+            seen = self._seen.get(full_name)
+            if seen is None or seen.layout != site.layout:  # an optimizer may choose blocks at the first forward
+                seen = self._seen[full_name] = Seen(layer, site, self.samples)
+            seen.layer, seen.whitening, seen.centred = layer, site.whitening, layer.centred(site)
             with torch.inference_mode(False), torch.no_grad():
                 seen.add(layer.input_rows(site, h.detach()))
 
@@ -204,14 +203,17 @@ class Monitor:
             self._seen.clear()
 
     def _measure(self, name: str, seen: Seen) -> Row:
-        w, moments = seen.whitening, seen.moments()
-        eps = seen.eps if w is None else w.eps
-        row = Row(self.updates, name, seen.inputs, seen.rows, eps, (), math.nan, math.nan)
+        w, moments, channels = seen.whitening, seen.moments(), seen.layout.channels
+        row = Row(self.updates, name, channels, seen.rows, math.nan if w is None else w.eps, (), math.nan, math.nan)
         if moments is None:
             return row
-        spectrum = input_spectrum(moments, seen.centred)
+        owner, options = seen.layer.owner, seen.layer.options
+        damping = owner.damping if isinstance(owner, Refresher) else self.damping
+        eps = eps_of(damping, moments, channels) if w is None else w.eps
+        spectrum = input_spectrum(moments, seen.centred)[:channels]  # blocks may be filled up with zeros
         row = replace(
             row,
+            eps=eps,
             spectrum=tuple(spectrum.tolist()) if self.keep_spectrum else (),
             condition=condition_number(spectrum, eps),
             condition_undamped=condition_number(spectrum, floor=self.floor),
@@ -219,10 +221,20 @@ class Monitor:
         if w is None:
             return row
         drift, chance = drift_from_white(moments, w)
-        row = replace(row, drift=drift, chance=None if seen.rescaled else chance)
+        rescaled = isinstance(options, Explicit) and options.plus
+        row = replace(row, drift=drift, chance=None if rescaled else chance)
         if not self.whitened_condition:
             return row
         return replace(row, condition_whitened=condition_number(whitened_spectrum(moments, w)))
+
+
+def _seen_as(module: nn.Module) -> Kind:
+    """A layer as one that can be whitened: itself, the view that its optimizer has of it, or a new one."""
+    if isinstance(module, WhitenedLayer):
+        return module
+    tap, kind = tap_of(module), plain_kind(module)
+    assert kind is not None
+    return kind(module, Implicit()) if tap is None or tap.layer is None else tap.layer
 
 
 def _check_when(when: object, window: int) -> None:
@@ -250,7 +262,7 @@ def _choose(model: nn.Module, layers: str | Iterable[str] | None) -> dict[str, n
     visible = {
         name: module
         for name, module in model.named_modules()
-        if (isinstance(module, WhitenedLayer) or type(module) in FORMS["implicit"])
+        if (isinstance(module, WhitenedLayer) or plain_kind(module) is not None)
         and not isinstance(module, NonDynamicallyQuantizableLinear)
     }
     patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)

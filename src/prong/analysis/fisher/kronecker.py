@@ -18,7 +18,7 @@ from prong.core.precision import accumulation_dtype
 from prong.gradients.outputs import Distribution
 from prong.layers import Site
 from prong.model.estimate import Forward
-from prong.model.whiten import check_count
+from prong.options import check_count
 
 
 @dataclass(frozen=True)

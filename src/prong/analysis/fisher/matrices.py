@@ -15,7 +15,7 @@ from prong.analysis.fisher.snapshot import Snapshot, count_examples, differentia
 from prong.core.precision import accumulation_dtype
 from prong.gradients.outputs import Distribution
 from prong.model.estimate import Forward
-from prong.model.whiten import check_count
+from prong.options import check_count
 
 MAX_BYTES = 4 * 10**9
 GRADIENT_BYTES = 2**28  # what gradients of the examples of a chunk may take, if the chunk is ours to choose
@@ -122,7 +122,8 @@ def _pulled_back(snapshot: Snapshot, piece: Any, rows: Tensor) -> Tensor:
     def of_example(tensors: list[Tensor], own_rows: Tensor) -> Tensor:
         example = with_tensors(piece, (x.unsqueeze(0) for x in tensors))
         _, backward = vjp(lambda change: snapshot.output(change, example).squeeze(0), snapshot.zero)  # type: ignore[misc]
-        return vmap(lambda row: backward(row)[0])(own_rows)
+        pulled: Tensor = vmap(lambda row: backward(row)[0])(own_rows)
+        return pulled
 
     with differentiable("example by example "):
         gradients: Tensor = vmap(of_example)(tensors_of(piece), rows)

@@ -14,7 +14,7 @@ from prong.analysis.fisher.outputs import times_output_fisher
 from prong.analysis.fisher.snapshot import Snapshot, as_ordinary, count_examples, differentiable, ordinary, pieces
 from prong.gradients.outputs import Distribution
 from prong.model.estimate import Forward
-from prong.model.whiten import check_count
+from prong.options import check_count
 
 
 class Operator:

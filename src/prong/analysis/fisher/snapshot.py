@@ -88,7 +88,7 @@ class Snapshot:
     def output(self, change: Tensor, batch: Any) -> Tensor:
         """The model's output when the parameters are changed by a vector (size,) in the coordinates."""
         changes = {name: torch.zeros_like(p) for name, p in self._parameters.items()}
-        for old, part in zip(self.plain_names.values(), change.split(self._sizes), strict=True):
+        for old, part in zip(self.plain_names.values(), torch.split(change, self._sizes), strict=True):
             changes[old] = part.view(changes[old].shape)
         for chart in self.charts:
             changes |= chart.to_canonical(changes)

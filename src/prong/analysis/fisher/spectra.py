@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prong.analysis.fisher.operator import Operator
-from prong.model.whiten import check_count
+from prong.options import check_count
 
 FURTHER = 3  # steps for which an end must stay where it is
 
