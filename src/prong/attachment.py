@@ -73,7 +73,8 @@ def attach(
 
     The state of torch's own optimizers is carried over exactly at each refresh. Of others, averages of gradients
     (`exp_avg`, `momentum_buffer`) are carried over, and everything else is kept as it is: coordinates are those of
-    `Materialised(basis="zca")` then, which change little from one refresh to the next.
+    `Materialised(basis="zca")` then, which change little from one refresh to the next. (At a layer's first refresh they
+    change altogether, and such a state begins anew.)
 
     Args:
         model: the model it trains, or a DistributedDataParallel or compiled one of it. If some of its layers are
@@ -185,6 +186,8 @@ class Attachment:
         self.abandon()
         if self.refresher.updates == 0:
             self._check_company()
+        if self._views and self._views[0].sharing is not None:  # which all have
+            self._views[0].sharing.settle()
         self.refresher.before_step()
         try:
             if self._outputs is not None:

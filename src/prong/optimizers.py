@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from prong.attachment import attach, attachment_of
 from prong.core.muon import OrthogonalMomentum
 from prong.distributed.joining import Shadow
-from prong.distributed.workers import unwrapped
+from prong.distributed.workers import eager_name, unwrapped
 from prong.model.whiten import check_model, weights_and_biases
 from prong.options import Auto, Damping, Form, Refresh
 
@@ -86,6 +86,11 @@ class Composite(Optimizer, Joinable):
     def join_process_group(self) -> Any:
         """The workers."""
         return attachment_of(self).workers.group or torch.distributed.group.WORLD
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for group, own in zip(state["param_groups"], self.param_groups, strict=True):
+            group.setdefault("rule", own["rule"])  # of which states of torch's own optimizers know nothing
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -240,7 +245,7 @@ def _divided(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _named(model: nn.Module, params: Any) -> list[Any]:
     """What torch's optimizers take: parameters or groups of them, with their names in the model."""
     check_model(model)
-    names = {id(p): name for name, p in unwrapped(model).named_parameters()}
+    names = {id(p): eager_name(name) for name, p in unwrapped(model).named_parameters()}
     given = list(unwrapped(model).parameters()) if params is None else params
     given = [given] if isinstance(given, Tensor) else list(given)
     if given and isinstance(given[0], dict):

@@ -63,39 +63,47 @@ class Trust:
         """Shorten gradients where steps are linear in them; of others, remember where they start."""
         self._gradients, self._starts = [], []
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        reaches: list[tuple[float, tuple[Tensor, Tensor | None]]] = []
+        reaches: list[tuple[float, Site, tuple[Tensor, Tensor | None]]] = []
         squares: list[Tensor] = []
         for layer, site in self._sites.values():
             weight, bias = layer.pair(site)
             if site.whitening is None or weight.grad is None or id(weight) not in groups:
                 continue
             if is_linear(optimizer, weight):
-                reaches.append((_reach(groups[id(weight)]), (weight, bias)))
+                reaches.append((_reach(groups[id(weight)]), site, (weight, bias)))
                 squares.append(_of_gradient(layer, site, weight, bias))
             else:
                 self._starts.append(_start(layer, site, weight, bias))
-        factors: dict[Tensor, float] = {}
-        for (reach, pair), change in zip(reaches, self._changes(squares), strict=True):
+        shortened: set[Tensor] = set()
+        for (reach, site, pair), change in zip(reaches, self._changes(squares), strict=True):
             factor = self._factor(reach * change)
-            for parameter in pair:
-                if parameter is not None and parameter.grad is not None and factor < 1:
-                    factors[parameter] = min(factor, factors.get(parameter, 1.0))
-        for parameter, factor in factors.items():
-            assert parameter.grad is not None
-            self._gradients.append((parameter, parameter.grad))
-            parameter.grad = parameter.grad * factor
+            for parameter in pair if factor < 1 else ():
+                if parameter is None or parameter.grad is None:
+                    continue
+                if parameter not in shortened:  # or another site has made the copy, for rows of its own
+                    shortened.add(parameter)
+                    self._gradients.append((parameter, parameter.grad))
+                    parameter.grad = parameter.grad.clone()
+                part = site.part(local(parameter.grad))
+                assert part is not None
+                part.mul_(factor)
 
     @torch.no_grad()
     def after(self) -> None:
         """Shorten steps that went too far, and put gradients back."""
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        starts, self._starts, self._gradients = self._starts, [], []
+        starts = self._starts
+        self.restore()
         squares = [_made(start) for start in starts]
         for start, change in zip(starts, self._changes(squares), strict=True):
             factor = self._factor(change)
             if factor < 1:
                 _shorten(start, factor)
+
+    def restore(self) -> None:
+        """Put gradients back, and forget where steps began."""
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._starts, self._gradients = [], []
 
     def _changes(self, squares: Sequence[Tensor]) -> list[float]:
         """Root mean squares over units, from sums and numbers of them; the host waits once for all of these."""
@@ -127,8 +135,9 @@ def _stride(site: Site, part: Tensor) -> int:
 
 
 def _number(site: Site, few: Tensor) -> int:
-    """Of how many units these are."""
-    return site.layout.outputs * site.layout.groups if _stride(site, few) == 1 else few.shape[0]
+    """How many units these are."""
+    layout = site.layout
+    return layout.outputs * layout.groups if layout.transposed else few.shape[0]
 
 
 def _of_gradient(layer: Kind, site: Site, weight: Tensor, bias: Tensor | None) -> Tensor:

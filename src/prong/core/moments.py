@@ -6,6 +6,7 @@ Everything is held per group, as a grouped convolution has one block of inputs p
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -90,6 +91,12 @@ class Moments:
         if self._dense is not None:
             self._dense = self._dense * weight
         self._factors = [factor * math.sqrt(weight) for factor in self._factors]
+
+    def snapshot(self) -> Moments:
+        """These moments as they are now, to which others may be added; tensors are shared, as none is written to."""
+        same = copy.copy(self)
+        same._factors = list(self._factors)
+        return same
 
     def empty(self) -> Moments:
         """Moments of the same kind that have seen nothing."""
@@ -206,6 +213,7 @@ class Window:
     Attributes:
         examples: how many examples were seen since the window opened, or since `forget`.
         share: which share of the rows of a batch is looked at, but at least `LEAST` rows.
+        marks: how often it was marked.
         training_only: whether forwards in eval mode are left out.
         errors: where inputs that cannot be added are told, if not at once: a worker that stops in the middle of a
             forward keeps the others waiting. (For windows that are not those of an optimizer.)
@@ -218,6 +226,22 @@ class Window:
         self._settled = settled
         self._fresh = settled.empty()
         self._fresh_examples = 0.0
+        self.marks = 0
+        self._marked: tuple[Moments, float] | None = None
+
+    def mark(self) -> None:
+        """Remember what is there, before something is added that others may miss."""
+        self.marks += 1
+        self._marked = self._fresh.snapshot(), self._fresh_examples
+
+    def parted(self, since_mark: bool = True) -> Window:
+        """A window that holds the same, but for what was added since the last mark, if it is not to."""
+        own = copy.copy(self)
+        own._settled, own._fresh = self._settled.snapshot(), self._fresh.snapshot()
+        if not since_mark and self._marked is not None:
+            own._fresh, own._fresh_examples = self._marked[0].snapshot(), self._marked[1]
+        own._marked = None
+        return own
 
     def add(self, rows: Tensor, zeros: float, examples: float) -> None:
         """Add a batch of rows (groups, rows, in) and rows of zeros; raises as `Moments.add` does."""
@@ -236,7 +260,7 @@ class Window:
 
     def undo(self) -> None:
         """Take back what was added since `settle`."""
-        self._fresh, self._fresh_examples = self._settled.empty(), 0.0
+        self._fresh, self._fresh_examples, self._marked = self._settled.empty(), 0.0, None
 
     def settle(self) -> None:
         """Keep what was added."""

@@ -37,7 +37,7 @@ class Consent:
         undo: Callable[[], None],
     ) -> None:
         self.errors: list[FloatingPointError] | None = None if workers.alone else []
-        self._workers, self._model, self._optimizer = workers, weakref.ref(model), optimizer
+        self._workers, self._model, self._optimizer = workers, weakref.ref(model), weakref.ref(optimizer)
         self._gathering, self._undo = gathering, undo
 
     def ask(self) -> None:
@@ -49,10 +49,10 @@ class Consent:
         """
         if self.errors is None:
             return
-        if _joined(self._model()) and not _joined(self._optimizer):
+        if _joined(self._model()) and not _joined(self._optimizer()):
             raise RuntimeError(
                 "the optimizer's workers exchange statistics too: instead of model.join() use "
-                "torch.distributed.algorithms.Join([model, optimizer]), with prong.PRONG as the optimizer"
+                "torch.distributed.algorithms.Join([model, optimizer]), with an optimizer of prong's own"
             )
         if self._gathering() and self._workers.any(bool(self.errors)):
             first = next(iter(self.errors), None)

@@ -27,8 +27,14 @@ KINDS: tuple[type[Exception], ...] = (
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, or the model itself."""
-    return unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model
+    """The model inside DistributedDataParallel and torch.compile, or the model itself."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
+    return model if inner is None else unwrapped(inner)
+
+
+def eager_name(name: str) -> str:
+    """The name that a parameter or module has without torch.compile."""
+    return name.replace("_orig_mod.", "")
 
 
 class Workers:

@@ -5,7 +5,6 @@ The output projection is a layer of its own (`out_proj`), with whose weights att
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -99,7 +98,7 @@ class AttentionKind(Kind):
                 if inputs[i] is inputs[j] and site.window.empty and other.window.empty:
                     site.window = other.window
                 elif inputs[i] is not inputs[j] and site.window is other.window:
-                    site.window = copy.deepcopy(site.window)
+                    site.window = site.window.parted()
 
 
 class AttentionLayer(AttentionKind, WhitenedLayer):

@@ -103,6 +103,7 @@ class Site:
         rows: the rows of weight and bias that belong to this site (None: all).
         name: what to add to the layer's name, where a layer has several sites.
         whitening: the current one; None is the identity.
+        rank: how many directions of its inputs are told apart at most, where P is to be thin.
         window: where inputs are gathered, while it is open.
         taps: who else listens to the inputs, once they are whitened.
         outputs: who listens to the gradients of the outputs.
@@ -118,6 +119,7 @@ class Site:
     rows: slice | None = None
     name: str = ""
     whitening: Whitening | None = None
+    rank: int | None = None
     window: Window | None = None
     taps: list[Tap] = field(default_factory=list)
     outputs: OutputTap | None = None

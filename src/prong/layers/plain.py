@@ -13,7 +13,6 @@ An optimizer that is linear in the gradient (SGD) needs less: its step on V and 
 
 from __future__ import annotations
 
-import copy
 import math
 import weakref
 from collections.abc import Iterable
@@ -25,10 +24,11 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from prong.core.coordinates import less_outer, natural_gradient, times, to_canonical, to_whitened
+from prong.core.moments import Window
 from prong.core.whitening import Whitening
 from prong.distributed.sharding import local, spread_like
 from prong.layers.attention import AttentionKind, TappedMultiheadAttention
-from prong.layers.base import Kind, Site
+from prong.layers.base import Kind, Site, in_backward
 from prong.layers.budget import Budget
 from prong.layers.conv import ConvKind, ConvTransposeKind
 from prong.layers.layout import Layout
@@ -45,16 +45,20 @@ class Plain(Kind):
 
     Attributes:
         measured: whether steps are to be measured that natural gradients do not tell.
+        settled: whether blocks are chosen, and by all workers alike.
     """
 
     def __init__(self, module: nn.Module, options: Materialised | Implicit, budget: Budget | None = None) -> None:
         self.module, self.options, self.budget, self.measured = module, options, budget, False
+        self.settled = budget is None
         self.sites = self.make_sites(module)
+        self.sharing: Sharing | None = None
         self.max_positions = None
         self.owner = None
         self._held: dict[str, Tensor] = {}
         self._kept: dict[Tensor, tuple[Tensor, Tensor | None]] = {}  # data and gradients of parameters, during a step
-        self._written: dict[str, tuple[int, Tensor]] = {}  # what parameters were when V and d were last written to them
+        # What parameters were when V and d were last written to them: version, if it is known, and a sample of entries.
+        self._written: dict[str, tuple[int | None, Tensor]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
@@ -88,6 +92,7 @@ class Plain(Kind):
                 parameter = self.parameter(name)
                 assert parameter is not None
                 self._held[name] = local(parameter.detach()).clone(memory_format=torch.contiguous_format)
+                self._mark([name])
             elif name is not None and site.whitening is None:
                 part = site.part(local(self._parameter(name)))
                 assert part is not None
@@ -108,6 +113,15 @@ class Plain(Kind):
                 if target is not None and value is not None:
                     site.write(target, value)
         self._mark(names)
+
+    def written(self) -> dict[str, Tensor]:
+        """By what W and b, for which V and d stand, are known again once both are loaded."""
+        self.catch_up()
+        return {name: sample.clone() for name, (_, sample) in self._written.items()}
+
+    def believe(self, written: dict[str, Tensor]) -> None:
+        """V and d were loaded; they stand for the W and b that `written` was of, whenever those are loaded."""
+        self._written |= {name: (None, sample) for name, sample in written.items()}
 
     def _mark(self, names: Iterable[str]) -> None:
         for name in names:
@@ -134,10 +148,20 @@ class Plain(Kind):
 
     def plan(self, *inputs: Tensor) -> None:
         """At the first batch, which tells what an update costs: choose blocks that the budget allows."""
-        budget, self.budget = self.budget, None
-        if budget is not None:
-            for site, h in zip(self.sites, inputs, strict=True):
-                site.divide(budget.block(site.layout, self.rows(h), self.natural), self.pair(site)[0])
+        if self.budget is not None:
+            fed = zip(self.sites, inputs, strict=True)
+            self.divide([self.budget.chosen(site.layout, self.rows(h), self.natural) for site, h in fed])
+
+    def divide(self, sizes: Iterable[tuple[int | None, int | None]]) -> None:
+        """Whiten in blocks of these sizes from now on, and tell so many directions apart in each; None: all."""
+        self.budget = None
+        for site, (block, site.rank) in zip(self.sites, sizes, strict=True):
+            site.divide(block, self.pair(site)[0])
+
+    def settle(self, sizes: Iterable[tuple[int | None, int | None]]) -> None:
+        """The same, once all workers have agreed on it."""
+        self.divide(sizes)
+        self.settled = True
 
     def rows(self, h: Tensor) -> float:
         """At how many positions the weight meets inputs, in a call with this."""
@@ -225,9 +249,8 @@ class Plain(Kind):
 
     def _materialise(self, site: Site, W: Tensor, b: Tensor | None) -> None:
         """Write a site's rows of W = V U and b = d - W c."""
-        held, w = self.coordinates(site), site.whitening
-        assert held is not None
-        V, d = held[0], None if b is None else held[1]
+        w = site.whitening
+        V, d = self._held[site.weight], None if b is None or site.bias is None else self._held[site.bias]
         if w is not None and self._is_matrix(site):
             assert w.U is not None
             torch.mm(V, w.U[0], out=W)
@@ -255,9 +278,10 @@ def _sample(parameter: Tensor) -> Tensor:
     return part[(slice(None, None, max(1, part.shape[0] // SAMPLE)), *(0,) * (part.dim() - 1))]
 
 
-def _is_as_then(parameter: Tensor, mark: tuple[int, Tensor]) -> bool:
+def _is_as_then(parameter: Tensor, mark: tuple[int | None, Tensor]) -> bool:
     version, sample = mark
-    return parameter._version == version and torch.equal(_sample(parameter), sample)
+    now = _sample(parameter)
+    return version in (None, parameter._version) and now.dtype == sample.dtype and torch.equal(now, sample)
 
 
 class PlainLinear(Plain):
@@ -329,31 +353,61 @@ def plain_kind(module: nn.Module) -> type[Plain] | None:
 
 
 class Sharing:
-    """Which sites are fed by one tensor (queries, keys and values as three layers): they share a window."""
+    """Which sites are fed by one tensor (queries, keys and values as three layers): they share a window.
+
+    The first of them adds what it is fed, and the others follow; those that were fed something else, or nothing, part.
+    """
 
     def __init__(self) -> None:
         self._last: weakref.ref[Tensor] | None = None
         self._leader: Site | None = None
-        self._followers: set[Site] = set()
+        self._from_the_start = False  # whether the leader's window was empty before
+        self._followed: dict[Site, tuple[Window, int]] = {}  # and up to which of its marks
 
     def joins(self, site: Site, h: Tensor) -> bool:
         """Whether the site's window is one that has counted this tensor already."""
+        if in_backward():  # checkpointing runs some forwards again, which count nothing
+            return True
         leader = self._leader if self._last is not None and self._last() is h else None
         if leader is None or leader is site:
-            self._last, self._leader = weakref.ref(h), site
-            leader = None
+            leader, self._last, self._leader = None, weakref.ref(h), site
+            self._from_the_start = site.window is not None and site.window.empty
         if site.window is None:
             return False
-        if leader is not None and site.window is not leader.window and leader.window is not None:
-            if site.window.empty and leader.layout.features == site.layout.features:
-                site.window = leader.window
-                self._followers.add(site)
-        if leader is not None and site.window is leader.window:
-            return True
-        if site in self._followers:  # it has followed another, but no longer
-            self._followers.discard(site)
-            site.window = copy.deepcopy(site.window)
+        if leader is not None and leader.window is not None:
+            shared, alike = leader.window, leader.layout.features == site.layout.features
+            if alike and self._from_the_start and site.window.empty and site not in self._followed:
+                site.window = shared
+            if site.window is shared and self._followed.get(site) != (shared, shared.marks):
+                self._followed[site] = shared, shared.marks
+                return True
+        self._part(site)
+        followers = [other for other, (window, _) in self._followed.items() if window is site.window]
+        for other in followers:
+            if self._missed(other):
+                self._part(other)
+        if followers:
+            site.window.mark()
         return False
+
+    def settle(self) -> None:
+        """After the forwards of an update: part those that have missed the last of them."""
+        for site in list(self._followed):
+            if self._followed[site][0] is not site.window:  # that one is closed
+                del self._followed[site]
+            elif self._missed(site):
+                self._part(site)
+
+    def _missed(self, site: Site) -> bool:
+        window, marks = self._followed[site]
+        return marks < window.marks
+
+    def _part(self, site: Site) -> None:
+        """Give a site a window of its own, with what it has followed."""
+        if site in self._followed:
+            missed, (window, _) = self._missed(site), self._followed.pop(site)
+            if site.window is window:
+                site.window = window.parted(since_mark=not missed)
 
 
 class Tap:

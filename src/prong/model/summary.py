@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from prong.layers import WhitenedLayer
+from prong.distributed.workers import eager_name
+from prong.layers import Plain, Site, WhitenedLayer
 from prong.model.tables import aligned
-from prong.model.whiten import check_model, shared_parameters, why_not
+from prong.model.whiten import check_model, shared_parameters, whitened_layers, why_not
 
 
 @dataclass(frozen=True)
@@ -46,46 +47,62 @@ class Summary(list[Row]):
 
 
 def summary(model: nn.Module) -> Summary:
-    """Per layer with parameters of its own: what is whitened, with how much memory, and what is not and why.
+    """Per layer with parameters of its own: what is whitened, how, with how much memory, and what is not and why.
 
-    Memory counts the whitening matrices and, while a window is open, the statistics.
+    Memory counts the whitening matrices, V and d where an optimizer holds them, and, while a window is open, the
+    statistics.
     """
     check_model(model)
     shared = shared_parameters(model)
+    layers = dict(whitened_layers(model))
+    counted: set[int] = set()  # matrices that layers share
     rows = Summary()
-    for name, module in model.named_modules():
+    for name, module in ((eager_name(name), module) for name, module in model.named_modules()):
         own = [p for p in module._parameters.values() if p is not None]
         if not own:
             continue
         lazy = any(isinstance(p, nn.parameter.UninitializedParameter) for p in own)
         count = 0 if lazy else sum(p.numel() for p in own)
-        if isinstance(module, WhitenedLayer):
-            rows.append(_whitened_row(name, module, count))
+        if name in layers:
+            rows.append(_whitened_row(name, layers[name], count, counted))
         else:
-            reason = why_not(module, shared) or "it can be; whiten_ did not take it"
+            reason = why_not(module, shared) or "it can be, but was not asked for"
             rows.append(Row(name or "(model)", type(module).__name__, "no", "", count, 0, reason))
     return rows
 
 
-def _whitened_row(name: str, layer: WhitenedLayer, parameters: int) -> Row:
-    tensors: dict[int, torch.Tensor] = {}
-    open_window = False
-    for site in layer.sites:
-        held = [] if site.whitening is None else [x for _, x in site.whitening.items()]
-        if site.window is not None:
-            open_window = True
-            held += site.window.tensors()
-        tensors |= {id(x): x for x in held if isinstance(x, torch.Tensor)}
+def _whitened_row(name: str, layer: WhitenedLayer | Plain, parameters: int, counted: set[int]) -> Row:
+    held = [x for site in layer.sites for x in _tensors(layer, site)]
+    new = {id(x): x for x in held if id(x) not in counted}
+    counted |= set(new)
     layout, inputs = layer.sites[0].layout, [site.layout.inputs for site in layer.sites]
     size = "/".join(map(str, dict.fromkeys(inputs))) + (f" x {layout.groups} groups" if layout.groups > 1 else "")
     blocks = {site.layout.features for site in layer.sites if site.layout.blocks > 1}
     size += f" in blocks of {'/'.join(map(str, sorted(blocks)))}" if blocks else ""
-    note = "" if all(site.whitening is not None for site in layer.sites) else "identity until the first refresh"
-    if any(site.dropping is not None for site in layer.sites):
-        note = "; ".join(filter(None, (note, "spectral dropout")))
-    if open_window:
-        note = "; ".join(filter(None, (note, "gathering statistics")))
-    if not any(p.requires_grad for p in layer._parameters.values() if p is not None):
-        note = "; ".join(filter(None, (note, "frozen")))
-    memory = sum(x.numel() * x.element_size() for x in tensors.values())
-    return Row(name or "(model)", type(layer).plain.__name__, layer.form, size, parameters, memory, note)
+    ranks = {site.rank for site in layer.sites if site.rank is not None}
+    size += f", {'/'.join(map(str, sorted(ranks)))} directions" if ranks else ""
+    memory = sum(x.numel() * x.element_size() for x in new.values())
+    return Row(name or "(model)", layer.plain.__name__, layer.form, size, parameters, memory, _note(layer))
+
+
+def _tensors(layer: WhitenedLayer | Plain, site: Site) -> list[torch.Tensor]:
+    held = [] if site.whitening is None else [x for _, x in site.whitening.items() if isinstance(x, torch.Tensor)]
+    if isinstance(layer, Plain):
+        held += [x for x in layer.coordinates(site) or () if x is not None]
+    return held + ([] if site.window is None else site.window.tensors())
+
+
+def _note(layer: WhitenedLayer | Plain) -> str:
+    sites = layer.sites
+    divided = isinstance(layer, Plain) and layer.options.block is None
+    frozen = not any(p.requires_grad for p in layer._parameters.values() if p is not None)
+    notes = {
+        "blocks are chosen at the first batch": isinstance(layer, Plain) and layer.budget is not None,
+        "all at once would cost more than the budget": divided
+        and any(site.layout.blocks > 1 or site.rank is not None for site in sites),
+        "identity until the first refresh": any(site.whitening is None for site in sites),
+        "spectral dropout": any(site.dropping is not None for site in sites),
+        "gathering statistics": any(site.window is not None for site in sites),
+        "frozen": frozen,
+    }
+    return "; ".join(note for note, holds in notes.items() if holds)

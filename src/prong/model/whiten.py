@@ -15,7 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from prong.distributed.sharding import check_unsharded
-from prong.distributed.workers import unwrapped
+from prong.distributed.workers import eager_name, unwrapped
 from prong.layers import (
     FORMS,
     PLAIN,
@@ -82,6 +82,8 @@ def whiten_(
         check_unsharded(model, "the explicit form", 'use form="implicit"')
     if max_positions is not None:
         check_count("max_positions", max_positions, 1)
+    if not any(True for _ in whitened_layers(model)):
+        remove_taps_(model.modules())  # of the model that this one is a copy of
     chosen = choose(model, layers)
     if not chosen and not any(True for _ in whitened_layers(model)):
         raise ValueError(nothing_to_whiten(model))
@@ -139,6 +141,7 @@ def tap_(
     `choose_form` tells for a layer what its view is to do, None to leave it alone. With `auto`, blocks are chosen by
     its budget.
     """
+    remove_taps_(model.modules())  # of the model that this one is a copy of
     forms = {name: (module, kind, choose_form(kind, module)) for name, module, kind in _kinds(model)}
     chosen = {name: found for name, found in forms.items() if found[2] is not None}
     layouts = [site.layout for module, kind, _ in chosen.values() for site in kind.make_sites(module)]
@@ -151,6 +154,7 @@ def tap_(
         label(name, views[name].sites, options.block)
     sharing = Sharing()
     for name, view in views.items():
+        view.sharing = sharing
         if not isinstance(view, PlainOutProjection):
             view.module.register_forward_pre_hook(Tap(view, sharing), with_kwargs=True)
         if isinstance(view, PlainAttention):
@@ -242,14 +246,14 @@ def whitened_layers(model: nn.Module) -> Iterator[tuple[str, WhitenedLayer | Pla
     for name, module in model.named_modules():
         tap = tap_of(module)
         if isinstance(module, WhitenedLayer):
-            yield name, module
+            yield eager_name(name), module
         elif tap is not None and tap.layer is not None:
-            yield name, tap.layer
+            yield eager_name(name), tap.layer
         elif isinstance(module, NonDynamicallyQuantizableLinear):
             attention = model.get_submodule(name.rpartition(".")[0])
             view = attention.__dict__.get("tap") if type(attention) is TappedMultiheadAttention else None
             if isinstance(view, Plain):
-                yield name, view
+                yield eager_name(name), view
 
 
 def site_name(layer: str, site: Site) -> str:
@@ -323,7 +327,7 @@ def shared_parameters(model: nn.Module) -> set[int]:
 
 def choose(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
     """The modules to whiten, in the order of the model."""
-    modules = dict(model.named_modules())
+    modules = {eager_name(name): module for name, module in model.named_modules()}
     shared = shared_parameters(model)
     if layers is None or callable(layers):
         wanted = {n: m for n, m in modules.items() if layers is None or layers(n, m)}

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from prong.core.moments import Window
+from prong.distributed.agreement import agree_
 from prong.distributed.reduction import Reduction
 from prong.distributed.workers import Workers
 from prong.layers import Kind, OnFailure, Site
@@ -87,6 +88,7 @@ class Windows:
 
     def reduced(self, names: Iterable[str]) -> Reduction:
         """What the open ones of all workers hold, on its way."""
+        agree_((layer for layer, _ in self._sites.values()), self._workers)
         windows = {name: inputs for name in names if (inputs := self._sites[name][1].window) is not None}
         moments = {name: inputs.moments for name, inputs in windows.items()}
         return Reduction(moments, self._workers, {name: inputs.examples for name, inputs in windows.items()})
@@ -132,12 +134,14 @@ class Windows:
     def share(self) -> None:
         """Give every worker the same part of what the windows of all hold, so that any of them can be saved for all."""
         reduction = self.reduced(self._sites)
-        parts: dict[int, Window] = {}
+        shared: set[Window] = set()
         for name, moments in reduction.wait().items():
-            if id(moments) not in parts:  # what sites share, they go on sharing
-                parts[id(moments)] = Window(moments, reduction.examples[name])
-                parts[id(moments)].scale(1 / self._workers.size)
-            self._sites[name][1].window = parts[id(moments)]
+            window = self._sites[name][1].window
+            if window is not None and window not in shared:
+                window.restart(moments.snapshot())
+                window.examples = reduction.examples[name]
+                window.scale(1 / self._workers.size)
+                shared.add(window)
 
     def close(self, name: str) -> None:
         """Forget all of it."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prong.core.whitening import Whitening
-from prong.layers import Kind, Site
+from prong.layers import Kind, Plain, Site
 from prong.refresh.schedule import share_of_rows
 
 
@@ -18,7 +18,11 @@ def site_state(layer: Kind, site: Site) -> dict[str, Any]:
     weight, _ = layer.pair(site)
     held = layer.coordinates(site)
     state: dict[str, Any] = {"form": "natural" if held is None else layer.form, "shape": list(weight.shape)}
-    state["block"] = site.layout.block
+    if held is not None and isinstance(layer, Plain):
+        state["written"] = layer.written()  # V and d may have to follow W and b first
+    if isinstance(layer, Plain) and layer.budget is None:
+        state["settled"] = layer.settled
+    state["block"], state["rank"] = site.layout.block, site.rank
     if site.whitening is not None:
         state["whitening"] = {key: x.clone() if isinstance(x, Tensor) else x for key, x in site.whitening.items()}
     if site.window is not None:
@@ -53,12 +57,16 @@ def restore_site(layer: Kind, site: Site, state: dict[str, Any]) -> None:
     """Put a checked state back."""
     weight, _ = layer.pair(site)
     site.whitening = site.window = None
-    site.layout = replace(site.layout, block=state["block"])
+    site.layout, site.rank = replace(site.layout, block=state["block"]), state["rank"]
     if "whitening" in state:
         site.whitening = layer.stored(site, Whitening(**state["whitening"]).map(torch.clone))
     for target, key in zip(layer.coordinates(site) or (), ("V", "d"), strict=False):
         if target is not None and key in state:
             target.copy_(state[key])
+    if isinstance(layer, Plain) and "settled" in state:
+        layer.budget, layer.settled = None, state["settled"]
+    if isinstance(layer, Plain):
+        layer.believe({name: sample.to(weight.device) for name, sample in state.get("written", {}).items()})
     if "window" in state:
         site.window = site.new_window(weight)
         site.window.share = share_of_rows(site.layout)
