@@ -95,6 +95,26 @@ def test_where_most_directions_count_p_is_exact():
     assert_close(w.P, whiten(m, 1e-2).P)
 
 
+@pytest.mark.parametrize("rows", [20, 400], ids=["fewer rows than inputs", "more"])
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("most", [3, 10, 64])
+def test_of_too_many_directions_the_largest_are_told_apart_and_others_damped_like_the_first_left_out(
+    rows, centred, most
+):
+    m, eps = moments(decaying(64, rows, groups=2)), 1e-3
+    w = whiten(m, eps, None, centred, 1.0, most=most)
+    assert w.eps == eps and w.P.shape[2] <= most
+    lam, E = (x.flip(-1) for x in torch.linalg.eigh(m.covariance(centred)))
+    lam = lam.where(lam > eps, 0)
+    rest = lam[:, most:].amax() if most < 64 else torch.tensor(0.0, dtype=DOUBLE)
+    damped = eps + lam.where(torch.arange(64) < most, rest).clamp(min=rest)
+    expected = (E / damped.unsqueeze(-2)) @ E.mT
+    gains = torch.linalg.eigvals(torch.linalg.solve(expected, matrix(w.P, w.tail))).real
+    assert gains.min() > 0.8 and gains.max() < 1.25, "neighbours of the last may be mixed with it"
+    X = torch.randn(2, 5, 64, dtype=DOUBLE)
+    assert_close(times_inverse(w.damped(X), w.P, w.tail), X, rtol=1e-6, atol=1e-6)
+
+
 def test_the_same_moments_give_the_same_directions_and_leave_the_random_state():
     m = moments(decaying(64, 300))
     state = torch.get_rng_state()

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prong.core.moments import Moments
-from prong.core.whitening import check_cutoff, check_eps, times_inverse, whiten
+from prong.core.whitening import check_eps, times_inverse, whiten
 from prong.layers.layout import Layout
-from prong.options import check_count
+from prong.options import Implicit
 
 
 @dataclass(frozen=True)
@@ -43,21 +43,14 @@ def step_error(Sigma: Tensor, eps: float, *, block: int | None = None, cutoff: f
 
         relative^2 = tr(Sigma (Q - P) F (Q - P)) / tr(Sigma P)
 
-    Everything is in float64, and costs a few decompositions of Sigma.
-
-    Args:
-        Sigma: the covariance (in, in) of a layer's inputs.
-        eps: damping.
-        block: as in `whiten_`.
-        cutoff: as in `whiten_`.
+    For a covariance (in, in) of a layer's inputs, and options as of `prong.Implicit`. Everything is in float64, and
+    costs a few decompositions of Sigma.
 
     Raises:
         ValueError: not a covariance, or options out of range.
     """
     check_eps(eps)
-    check_cutoff(cutoff)
-    if block is not None:
-        check_count("block", block, 1)
+    Implicit(cutoff=cutoff, block=block)
     if Sigma.dim() != 2 or Sigma.shape[0] != Sigma.shape[1] or not torch.isfinite(Sigma).all():
         raise ValueError(f"a covariance is a finite matrix (in, in), got one of shape {tuple(Sigma.shape)}")
     lam, E = torch.linalg.eigh(Sigma.double())
@@ -78,10 +71,9 @@ def approximate_inverse(Sigma: Tensor, eps: float, block: int | None = None, cut
     blocks, size = layout.blocks, layout.features
     missing = blocks * size - len(Sigma)
     padded = F.pad(Sigma, (0, missing, 0, missing)).view(blocks, size, blocks, size)
-    count = 2.0  # any: moments that have this covariance
-    moments = Moments(blocks, size, Sigma.dtype, Sigma.device)
-    scatter = count * padded.diagonal(dim1=0, dim2=2).movedim(-1, 0)
-    moments.load_state_dict({"count": count, "mean": moments.mean, "scatter": scatter})
+    moments = Moments(blocks, size, Sigma.dtype, Sigma.device)  # any that have this covariance
+    scatter = 2.0 * padded.diagonal(dim1=0, dim2=2).movedim(-1, 0)
+    moments.load_state_dict({"count": 2.0, "mean": moments.mean, "scatter": scatter})
     whitening = whiten(moments, eps, cutoff=cutoff)
     assert whitening.P is not None
     identity = torch.eye(size, dtype=Sigma.dtype, device=Sigma.device).expand(blocks, -1, -1)
