@@ -301,8 +301,6 @@ def test_schedulers_drive_all_groups_and_cycle_momentum(make):
         run(model, optimizer, [pair])
         scheduler.step()
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([1e-2 * lr for lr in before])
-    if make.func is prong.Muon:
-        return
     model = mlp()
     optimizer = make(model, 0.1)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
@@ -322,8 +320,7 @@ def test_a_one_cycle_schedule_resumes_bit_for_bit(make):
     def begin():
         model = mlp()
         optimizer = make(model, 0.02, refresh=prong.Every(4, samples=32))
-        cycles = make.func is not prong.Muon
-        return model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, 10, cycle_momentum=cycles)
+        return model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, 10)
 
     def go_on(model, optimizer, scheduler, data):
         for pair in data:

@@ -16,7 +16,7 @@ from prong.core.precision import accumulation_dtype
 from prong.core.whitening import Whitening
 from prong.distributed.consent import Consent
 from prong.distributed.reduction import Reduction
-from prong.distributed.sharding import reshard_
+from prong.distributed.sharding import reshard_, sharded_modules
 from prong.distributed.workers import Workers
 from prong.gradients.whitening import OutputWhitening
 from prong.layers import Kind, Plain, Site
@@ -178,7 +178,7 @@ class Refresher:
 
     def _note_fixed_biases(self) -> None:
         """A bias that the optimizer does not hold is as good as frozen."""
-        reshard_(self.model)
+        reshard_(sharded_modules(self.model))
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for layer, site in self.sites.values():
             site.fixed_bias = id(layer.pair(site)[1]) not in held
@@ -217,6 +217,12 @@ class Refresher:
 
         They need not be finite: folding is what there is to do after training has diverged.
         """
+        self._unwhiten(self._optimizer())
+        self._released = True
+        self.detach()
+
+    def _unwhiten(self, optimizer: Optimizer | None) -> None:
+        """Bring parameters, gradients and, if the optimizer is given, its state back to canonical coordinates."""
         whitened = {n: (layer, site) for n, (layer, site) in self.sites.items() if site.whitening is not None}
         held = {
             name: (layer, site, _identity(site.layout.matrices, site.layout.features, layer.pair(site)[0]))
@@ -224,13 +230,11 @@ class Refresher:
             if layer.coordinates(site) is not None
         }
         if held:
-            assign_(held, self._optimizer(), self.state_on_refresh, gradients=True, check=False)
+            assign_(held, optimizer, self.state_on_refresh, gradients=True, check=False)
         for layer, site in whitened.values():
             site.whitening = None
             if isinstance(layer, Plain):
                 layer.release()
-        self._released = True
-        self.detach()
 
     def synchronize(self) -> None:
         """Make the state the same on all workers; all of them call this.
@@ -295,11 +299,14 @@ class Refresher:
     def start_anew(self) -> None:
         """Canonical coordinates, no updates made: as on the first day, whatever the optimizer knows."""
         self._pending.drop()
-        for layer, site in self.sites.values():
-            site.whitening = None
-            if isinstance(layer, Plain):
-                layer.release()
+        self._unwhiten(None)
         self.updates, self._next = 0, 1
+        for name in self.sites:
+            self._drop_window(name)
+        self.windows.load_state_dict({"start": dict.fromkeys(self.sites, 0), "rates": {}})
+        self._watch.load_state_dict({"drifted": [], "drift": {}})
+        if self.gradients is not None:
+            self.gradients.Q = {}
         if self._gathers:
             self._open_windows()
 
