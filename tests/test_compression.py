@@ -359,12 +359,12 @@ def test_operations_are_those_that_torch_counts():
     assert str(report).splitlines()[-1].startswith("total")
 
 
-@pytest.mark.parametrize("form", ["plain", "implicit", "explicit"])
+@pytest.mark.parametrize("form", ["plain", "auto", "implicit", "explicit", "materialised"])
 def test_the_given_model_stays_in_the_middle_of_training_and_the_result_is_plain(form):
     model, data = wide(), [(inputs(16), torch.randint(8, (16,))) for _ in range(4)]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     if form != "plain":
-        optimizer = prong.PRONG(model, lr=1e-2, period=2, form=form)
+        optimizer = prong.PRONG(model, lr=1e-2, form=form, refresh=prong.Every(2))
     run(model, optimizer, data[:3])
     twin = prong.fold_(copy.deepcopy(model))
     model[3].eval()
@@ -459,16 +459,17 @@ def test_what_is_left_alone_is_reported_with_its_reason():
         compress(model, x, variance=0.5, layers="depthwise")
 
 
-@pytest.mark.parametrize("form", [None, "implicit", "explicit"])
+@pytest.mark.parametrize("form", [None, "auto", "implicit", "explicit"])
 def test_a_model_that_is_watched_is_compressed_and_the_result_has_no_hooks(form):
     model = wide()
-    if form is not None:
-        prong.whiten_(model, form)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with prong.monitor.Monitor(model, optimizer, 1):
+    if form is not None:
+        prong.attach(model, optimizer, form=form)
+    with prong.monitor.Monitor(model, optimizer, 1) as monitor:
         small, report = compress(model, inputs(), parameters=0.6)
         twin = copy.deepcopy(model)
-        assert all(model[i]._forward_pre_hooks for i in (0, 2, 4)), "still watched"
+        run(model, optimizer, [(inputs(16), torch.randint(8, (16,)))])
+        assert len(monitor.rows) == 3, "still watched"
     again, _ = compress(twin, inputs(), layers=["2"], variance=0.5)
     assert report["2"].plan == "outputs"
     for module in (*small.modules(), *again.modules()):

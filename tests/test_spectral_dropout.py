@@ -22,12 +22,13 @@ from tests.cases import SPECS, LayerSpec, assert_close, assert_identical
 from tests.training import batches, convnet, mlp, run
 
 EPS = 1e-2
+DAMPING = prong.Absolute(EPS)
 
 
 def refreshed(spec: LayerSpec, rate: float = 0.4, **options: float) -> tuple[nn.Module, Tensor]:
     layer, h = spec.build(), spec.sample(40)
     prong.whiten_(layer, "explicit")
-    prong.refresh_(layer, h, EPS)
+    prong.refresh_(layer, h, DAMPING)
     return prong.spectral.dropout_(layer, rate, **options), h
 
 
@@ -137,48 +138,49 @@ def test_probabilities_follow_every_refresh():
     prong.spectral.dropout_(model, 0.3)
     assert prong.spectral.keep_probabilities(model) == {}
     assert_identical(model(data[0][0]), prong.spectral.dropout_(copy.deepcopy(model), 0)(data[0][0]))
-    prong.refresh_(model, data[0][0], EPS)
+    prong.refresh_(model, data[0][0], DAMPING)
     first = prong.spectral.keep_probabilities(model)["0"]
-    prong.refresh_(model, data[1][0] * torch.linspace(0.1, 3, 6), EPS)
+    prong.refresh_(model, data[1][0] * torch.linspace(0.1, 3, 6), DAMPING)
     second = prong.spectral.keep_probabilities(model)["0"]
     assert not torch.allclose(first, second)
     (site,) = model[0].sites
     assert_close(second, keep_probabilities(damped_variances(site.whitening), 0.3, 0.1), rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("options", [{}, {"plus": True}], ids=["prong", "plus"])
-def test_training_with_prong_drops_and_keeps_statistics_of_whole_inputs(options):
+@pytest.mark.parametrize("plus", [False, True], ids=["prong", "plus"])
+def test_training_with_prong_drops_and_keeps_statistics_of_whole_inputs(plus):
     """The first layer's inputs are the data whatever is dropped: its whitening is that of training without dropout."""
-    plain, dropped = (prong.whiten_(mlp(), "explicit") for _ in range(2))
+    plain, dropped = (prong.whiten_(mlp(), prong.Explicit(plus=plus)) for _ in range(2))
     prong.spectral.dropout_(dropped, 0.5)
     data = batches(plain, 9)
     losses = []
     for model in (plain, dropped):
-        optimizer = prong.PRONG(model, lr=1e-2, period=4, eps=EPS, **options)
+        optimizer = prong.PRONG(model, lr=1e-2, damping=DAMPING, refresh=prong.Every(4))
         losses.append(torch.stack(run(model, optimizer, data)))
     assert torch.isfinite(losses[1]).all() and not torch.allclose(*losses)
     for name in ("U", "U_inv", "c"):
         assert_close(*(getattr(m[0].sites[0].whitening, name) for m in (dropped, plain)), name)
 
 
-def test_training_with_a_refresher_and_adam_works_and_resumes_the_probabilities():
-    model = prong.whiten_(convnet(), "explicit")
-    prong.spectral.dropout_(model, 0.2)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    refresher = prong.Refresher(model, optimizer, eps=EPS, period=3)
+def test_training_with_adam_works_and_resumes_the_probabilities():
+    def trained_by_adam():
+        model = prong.spectral.dropout_(prong.whiten_(convnet(), "explicit"), 0.2)
+        adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+        return model, prong.attach(model, adam, damping=DAMPING, refresh=prong.Every(3))
+
+    model, optimizer = trained_by_adam()
     run(model, optimizer, batches(model, 7))
     keep = prong.spectral.keep_probabilities(model)
     assert set(keep) == {"0", "2", "5"}
     assert keep["2"].shape == (2, 2)
-    twin = prong.spectral.dropout_(prong.whiten_(convnet(), "explicit"), 0.2)
-    other = prong.Refresher(twin, torch.optim.Adam(twin.parameters()), eps=EPS, period=3)
-    other.load_state_dict(refresher.state_dict())
+    twin, other = trained_by_adam()
+    other.load_state_dict(optimizer.state_dict())
     assert_identical(prong.spectral.keep_probabilities(twin), keep)
 
 
 def test_state_dict_and_function_stay_and_copies_and_pickles_drop_alike():
     model, data = prong.whiten_(mlp(), "explicit"), batches(mlp(), 1)
-    prong.refresh_(model, data[0][0], EPS)
+    prong.refresh_(model, data[0][0], DAMPING)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     prong.spectral.dropout_(model, 0.3)
     assert_identical(dict(model.state_dict()), before)
@@ -196,7 +198,7 @@ def test_state_dict_and_function_stay_and_copies_and_pickles_drop_alike():
 
 def test_it_is_removed_by_a_rate_of_zero_and_by_folding():
     model, x = prong.whiten_(mlp(), "explicit"), batches(mlp(), 1)[0][0]
-    prong.refresh_(model, x, EPS)
+    prong.refresh_(model, x, DAMPING)
     z = model(x)
     prong.spectral.dropout_(model, 0.3)
     assert not torch.allclose(model(x), z)
@@ -208,7 +210,7 @@ def test_it_is_removed_by_a_rate_of_zero_and_by_folding():
 
 def test_transforms_of_torch_func_draw_masks_as_their_randomness_says():
     model, x = prong.whiten_(mlp(), "explicit"), batches(mlp(), 1)[0][0]
-    prong.refresh_(model, x, EPS)
+    prong.refresh_(model, x, DAMPING)
     prong.spectral.dropout_(model, 0.4)
     parameters = dict(model.named_parameters())
 
@@ -229,7 +231,7 @@ def test_transforms_of_torch_func_draw_masks_as_their_randomness_says():
 def test_it_works_under_autocast_after_inference_mode_and_with_checkpointing():
     model = prong.whiten_(mlp(dtype=torch.float32), "explicit")
     x = batches(model, 1, size=64)[0][0]
-    prong.refresh_(model, x, EPS)
+    prong.refresh_(model, x, DAMPING)
     prong.spectral.dropout_(model, 0.3)
     with torch.inference_mode():
         model(x)
@@ -252,7 +254,7 @@ def test_it_works_under_autocast_after_inference_mode_and_with_checkpointing():
 def test_it_works_in_half_precision(make, dtype):
     exact = prong.whiten_(make(), "explicit")
     x = batches(exact, 1, size=64)[0][0]
-    prong.spectral.dropout_(prong.refresh_(exact, x, EPS), 0.3)
+    prong.spectral.dropout_(prong.refresh_(exact, x, DAMPING), 0.3)
     low = copy.deepcopy(exact).to(dtype)
     outputs = []
     for model in (low, exact.float()):  # which draw the same masks
@@ -277,7 +279,13 @@ def test_what_cannot_work_is_refused_before_anything_is_changed():
     with pytest.raises(ValueError, match=r'implicit.*form="explicit"'):
         prong.spectral.dropout_(prong.whiten_(mlp()), 0.2)
     with pytest.raises(ValueError, match=r"basis 'zca'.*pca"):
-        prong.spectral.dropout_(prong.whiten_(mlp(), "explicit", basis="zca"), 0.2)
+        prong.spectral.dropout_(prong.whiten_(mlp(), prong.Explicit("zca")), 0.2)
+    for make, form in ((prong.PRONG, "implicit"), (prong.AdamW, "materialised")):
+        plain = mlp()
+        optimizer = make(plain, 0.1)  # layers stay plain, and no forward of theirs computes with U
+        with pytest.raises(ValueError, match=rf'{form} form.*form="explicit"\), then make its optimizer'):
+            prong.spectral.dropout_(plain, 0.2)
+        assert optimizer.param_groups
     block = prong.whiten_(nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), "explicit")
     prong.spectral.dropout_(block, 0.2)
     assert block.linear1.sites[0].dropping is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatchcase
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any, Self
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from prong.analysis.conditioning import condition_number, drift_from_white, input_spectrum, whitened_spectrum
-from prong.analysis.observation import Listener, Seen, tensors_given
+from prong.analysis.observation import Listener, Seen, fitting, tensors_given
 from prong.core.whitening import eps_of
 from prong.layers import Kind, WhitenedLayer, in_backward, plain_kind, tap_of
 from prong.layers.natural import in_transform
@@ -265,13 +264,7 @@ def _choose(model: nn.Module, layers: str | Iterable[str] | None) -> dict[str, n
         if (isinstance(module, WhitenedLayer) or plain_kind(module) is not None)
         and not isinstance(module, NonDynamicallyQuantizableLinear)
     }
-    patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in visible):
-            raise ValueError(
-                f"no layer to look at fits {pattern!r}: {', '.join(visible) or f'there is no {SUPPORTED}'}"
-            )
-    return {name: m for name, m in visible.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    return {name: visible[name] for name in fitting(visible, layers, f"layer to look at ({SUPPORTED})")}
 
 
 def _numbers(callback: Callback, model: nn.Module) -> dict[str, float]:

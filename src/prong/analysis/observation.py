@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import torch
@@ -111,6 +113,16 @@ def _mixed(numbers: Tensor) -> Tensor:
     for factor in MIXERS:  # odd, so that each step can be undone
         numbers = (numbers ^ (numbers >> 16)) * factor % 2**32
     return numbers ^ (numbers >> 16)
+
+
+def fitting(names: Iterable[str], layers: str | Iterable[str] | None, what: str) -> list[str]:
+    """Those of the names that patterns fit; None takes all."""
+    names = list(names)
+    patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"no {what} fits {pattern!r}. There are: {', '.join(filter(None, names)) or 'none'}")
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def tensors_given(layer: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -65,8 +66,7 @@ def equal_shares(options: Options, budget: int) -> Choice:
     Raises:
         ValueError: a budget below the smallest possible.
     """
-    several = {name: worthwhile(layer) for name, layer in options.items()}
-    _check(several, budget)
+    several = _within(options, budget)
     sizes = {name: max(o.parameters for o in layer) for name, layer in options.items()}
     shares = sorted({o.parameters / sizes[name] for name, layer in several.items() for o in layer})
 
@@ -76,11 +76,8 @@ def equal_shares(options: Options, budget: int) -> Choice:
             for name, layer in several.items()
         }
 
-    low, high = 0, len(shares)  # the largest share that fits, by bisection: a larger one never makes it smaller
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if total_parameters(at(shares[middle])) <= budget else (low, middle)
-    return at(shares[low])
+    # The largest share that fits: a larger one never makes it smaller.
+    return at(shares[max(0, bisect_right(shares, budget, key=lambda share: total_parameters(at(share))) - 1)])
 
 
 def least_error(options: Options, budget: int) -> Choice:
@@ -93,12 +90,10 @@ def least_error(options: Options, budget: int) -> Choice:
     Raises:
         ValueError: a budget below the smallest possible.
     """
-    several = {name: worthwhile(layer) for name, layer in options.items()}
-    _check(several, budget)
+    several = _within(options, budget)
     choice = {name: layer[0] for name, layer in several.items()}
     spare = budget - total_parameters(choice)
-    hulls = {name: _hull(layer) for name, layer in several.items()}
-    steps = [(_slope(a, b), name, b) for name, hull in hulls.items() for a, b in pairwise(hull)]
+    steps = [(_slope(a, b), name, b) for name, layer in several.items() for a, b in pairwise(_hull(layer))]
     full: set[str] = set()
     for _, name, option in sorted(steps, key=lambda step: step[0]):
         cost = option.parameters - choice[name].parameters
@@ -114,17 +109,19 @@ def least_error(options: Options, budget: int) -> Choice:
     ]:
         _, name, option = min(changes, key=lambda change: change[0])
         choice[name], spare = option, spare - (option.parameters - choice[name].parameters)
-    equal = equal_shares(options, budget)
-    return choice if total_error(choice) <= total_error(equal) else equal
+    return min(choice, equal_shares(options, budget), key=total_error)
 
 
 ALLOCATIONS: dict[str, Callable[[Options, int], Choice]] = {"least": least_error, "equal": equal_shares}
 
 
-def _check(several: Options, budget: int) -> None:
+def _within(options: Options, budget: int) -> dict[str, list[Option]]:
+    """What is worthwhile, if the smallest of it fits."""
+    several = {name: worthwhile(layer) for name, layer in options.items()}
     smallest = sum(layer[0].parameters for layer in several.values())
     if smallest > budget:
         raise ValueError(f"{smallest:,} parameters are the fewest that these layers can have, not {budget:,}")
+    return several
 
 
 def _slope(a: Option, b: Option) -> float:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from torch import nn
 
-from prong.analysis.spectral.allocation import ALLOCATIONS, Choice, Option, Options, keep_share, worthwhile
-from prong.analysis.spectral.candidates import Reasons, choose, forget_observers_
+from prong.analysis.observation import Listener, fitting
+from prong.analysis.spectral.allocation import ALLOCATIONS, Choice, Options, keep_share, worthwhile
 from prong.analysis.spectral.probing import Compressible, distances, probe
-from prong.analysis.spectral.replacement import Criterion, Subject, replace_
+from prong.analysis.spectral.replacement import Criterion, Subject
 from prong.analysis.spectral.report import Layer, Report
 from prong.model.estimate import Forward, as_batches
-from prong.model.whiten import check_count, check_model, fold_
+from prong.model.whiten import check_model, fold_, shared_parameters, why_not
+from prong.options import check_count
 
 Allocation = Literal["least", "equal"]
 
@@ -71,29 +72,52 @@ def compress(
     if isinstance(batches, Iterator):
         batches = list(batches)  # they are needed twice
     modes = {name: module.training for name, module in model.named_modules()}
-    reference = fold_(copy.deepcopy(model)).eval()
-    forget_observers_(reference)
-    chosen, countable, reasons = choose(reference, layers)
+    reference = _unwatched(fold_(copy.deepcopy(model)).eval())
+    chosen, countable, notes = _choose(reference, layers)
     moments, rows = probe(reference, countable, chosen, batches, samples, max_positions, forward)
     subjects: dict[str, Subject] = {}
     for name, layer in chosen.items():
         if moments[name].count < 2:
-            reasons[name] = "it saw fewer than two samples"
+            notes[name] = "it saw fewer than two samples"
             continue
         subject = Subject(layer, moments[name], criterion)
         if subject.varies:
             subjects[name] = subject
         else:
-            reasons[name] = "its outputs do not vary"
-    whole = {name: reasons[name] for name in chosen if name not in subjects}
+            notes[name] = "its outputs do not vary"
     options = {name: subject.options() for name, subject in subjects.items()}
+    whole = {name: notes[name] for name in chosen if name not in subjects}
     choice = _allocate(reference, options, parameters, variance, allocation, whole)
     small = copy.deepcopy(reference)
     for name, option in choice.items():
-        small = replace_(small, name, subjects[name].replacement(option))
+        if option.plan != "plain":
+            small = _replace_(small, name, subjects[name].replacement(option))
+        else:
+            notes[name] = "no smaller pair is as good"
     widths = {name: len(subject.W) for name, subject in subjects.items()}
     measured, output_error = distances(reference, small, widths, batches, samples, forward)
-    lines = _lines(reference, countable, rows, subjects, choice, measured, reasons)
+    lines = []
+    for name, module in reference.named_modules():
+        if not any(p is not None for p in module._parameters.values()):
+            continue
+        size, kind, note = _count(module, recurse=False), type(module).__name__, notes.get(name, "")
+        flops = 2 * rows[name][1] * countable[name].weight.numel() if name in countable else None
+        if name not in subjects:
+            lines.append(Layer(name, kind, (size, size), None if flops is None else (flops, flops), note=note))
+            continue
+        subject, option = subjects[name], choice[name]
+        line = Layer(
+            name,
+            kind,
+            (size, option.parameters),
+            (flops or 0.0, subject.flops(option, rows[name])),
+            option.plan,
+            (option.rank, subject.full_rank(option.plan)),
+            subject.expected(option),
+            measured[name] / subject.variance,
+            note,
+        )
+        lines.append(line)
     for name, module in small.named_modules():
         module.training = modes[name] if name in modes else modes[name.rpartition(".")[0]]
     return small, Report(tuple(lines), (_count(reference), _count(small)), output_error)
@@ -109,15 +133,12 @@ def _check_options(
 ) -> None:
     if (parameters is None) == (variance is None):
         raise ValueError("give either parameters, a budget such as 0.5, or variance, a share to keep such as 0.99")
-    for name, value in {"parameters": parameters, "variance": variance}.items():
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name} is a number, got {type(value).__name__}")
-        count = name == "parameters" and isinstance(value, int)
-        if value < 1 if count else not 0 < value <= 1:
-            also = ", or an int above 0: how many" if name == "parameters" else ""
-            raise ValueError(f"{name} is a share above 0 and up to 1{also}; got {value}")
+    name, value = ("variance", variance) if parameters is None else ("parameters", parameters)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is a number, got {type(value).__name__}")
+    if value < 1 if isinstance(parameters, int) else not 0 < value <= 1:
+        also = "" if parameters is None else ", or an int above 0: how many"
+        raise ValueError(f"{name} is a share above 0 and up to 1{also}; got {value}")
     if samples is not None:
         check_count("samples", samples, 2)
     if max_positions is not None:
@@ -128,8 +149,70 @@ def _check_options(
         raise ValueError(f"criterion is 'outputs' or 'weights', got {criterion!r}")
 
 
-def _count(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters() if not isinstance(p, nn.parameter.UninitializedParameter))
+def _unwatched(model: nn.Module) -> nn.Module:
+    """A copy without the hooks of whoever watched its original."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, Listener):
+                del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+    return model
+
+
+def _choose(
+    model: nn.Module, layers: str | Iterable[str] | None
+) -> tuple[dict[str, Compressible], dict[str, Compressible], dict[str, str]]:
+    """The layers to compress, all whose operations can be counted, and the reasons of those that are left alone.
+
+    Raises:
+        ValueError: a pattern that fits nothing, a layer asked for by name that cannot be compressed, or none that can.
+    """
+    modules, shared = dict(model.named_modules()), shared_parameters(model)
+    wanted = set(fitting(modules, layers, "layer"))
+    exactly = {layers} if isinstance(layers, str) else set(layers or ())
+    chosen: dict[str, Compressible] = {}
+    countable: dict[str, Compressible] = {}
+    reasons: dict[str, str] = {}
+    for name, module in modules.items():
+        if not any(p is not None for p in module._parameters.values()):
+            continue
+        reason = _why_not_compressed(name, module, modules, shared)
+        if isinstance(module, Compressible) and "weight" in module._parameters and _count(module):
+            countable[name] = module
+        if reason is not None:
+            if name in exactly:
+                raise ValueError(f"layer {name!r} cannot be compressed: {reason}")
+            reasons[name] = reason
+        elif name in wanted:
+            chosen[name] = module
+        else:
+            reasons[name] = "not asked for"
+    if not chosen:
+        raise ValueError(
+            f"nothing in this {type(model).__name__} can be compressed, only Linear and Conv1d/2d/3d layers: "
+            + "; ".join(f"{name or '(model)'}: {reason}" for name, reason in reasons.items())
+        )
+    return chosen, countable, reasons
+
+
+def _why_not_compressed(name: str, module: nn.Module, modules: dict[str, nn.Module], shared: set[int]) -> str | None:
+    """Why a layer is left alone, or None."""
+    reason = why_not(module, shared)
+    if reason is not None:
+        return reason
+    if type(module) not in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        return f"its type is {type(module).__name__}"
+    if getattr(module, "groups", 1) > 1:
+        return f"its {module.groups} groups have no maps in common"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "it has forward hooks, which a replacement would lose"
+    if isinstance(modules.get(name.rpartition(".")[0]), nn.TransformerEncoderLayer):
+        return "TransformerEncoderLayer reads its weight without calling it"
+    return None
+
+
+def _count(model: nn.Module, recurse: bool = True) -> int:
+    lazy = nn.parameter.UninitializedParameter
+    return sum(p.numel() for p in model.parameters(recurse) if not isinstance(p, lazy))
 
 
 def _allocate(
@@ -138,7 +221,7 @@ def _allocate(
     parameters: float | int | None,
     variance: float | None,
     allocation: str,
-    whole: Reasons,
+    whole: Mapping[str, str],
 ) -> Choice:
     """The option of every layer, within the budget or with the share of variance asked for; others stay `whole`."""
     if variance is not None:
@@ -157,39 +240,13 @@ def _allocate(
     return ALLOCATIONS[allocation](options, wanted - fixed)
 
 
-def _lines(
-    model: nn.Module,
-    countable: dict[str, Compressible],
-    rows: dict[str, tuple[float, float]],
-    subjects: dict[str, Subject],
-    choice: dict[str, Option],
-    measured: dict[str, float],
-    reasons: Reasons,
-) -> Iterator[Layer]:
-    for name, module in model.named_modules():
-        own = [p for p in module._parameters.values() if p is not None]
-        if not own:
-            continue
-        lazy = any(isinstance(p, nn.parameter.UninitializedParameter) for p in own)
-        before = 0 if lazy else sum(p.numel() for p in own)
-        flops = None
-        if name in countable:
-            flops = 2 * rows[name][1] * countable[name].weight.numel()
-        kind = type(module).__name__
-        if name not in subjects:
-            same = None if flops is None else (flops, flops)
-            yield Layer(name, kind, "plain", None, (before, before), same, 0.0, 0.0, reasons.get(name, ""))
-            continue
-        subject, option = subjects[name], choice[name]
-        assert flops is not None
-        yield Layer(
-            name,
-            kind,
-            option.plan,
-            (option.rank, subject.full_rank(option.plan)),
-            (before, option.parameters),
-            (flops, subject.flops(option, rows[name])),
-            subject.expected(option),
-            measured[name] / subject.variance,
-            "no smaller pair is as good" if option.plan == "plain" else "",
-        )
+def _replace_(model: nn.Module, name: str, new: nn.Module) -> nn.Module:
+    """The model with another module wherever the one called `name` is; changed in place."""
+    old = model.get_submodule(name)
+    if old is model:
+        return new
+    for parent in list(model.modules()):
+        for key, child in parent._modules.items():
+            if child is old:
+                parent._modules[key] = new
+    return model

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from prong.layers import Explicit, WhitenedLayer
+from prong.analysis.observation import fitting
+from prong.layers import Explicit, Kind
+from prong.layers.attention import AttentionKind
 from prong.layers.dropping import Dropping
+from prong.layers.linear import ExplicitOutProjection
 from prong.model.whiten import check_model, site_name, whitened_layers
 
 NOT_ALIKE = "attention and its output projection"
@@ -46,9 +47,17 @@ def dropout_(
         ValueError: a rate out of range, nothing whitened, layers that cannot have it; nothing has been changed then.
     """
     check_model(model)
-    _check_numbers(rate, least)
-    chosen = _choose(model, layers)
-    for layer in chosen.values():
+    for name, value in {"rate": rate, "least": least}.items():
+        if not isinstance(value, int | float):
+            raise TypeError(f"{name} is a number, got {type(value).__name__}")
+    if not 0 < least <= 1:
+        raise ValueError(f"least is a probability above 0, got {least}; without one, what is kept may grow unboundedly")
+    if not 0 <= rate <= 1 - least:
+        raise ValueError(
+            f"rate is a share of the directions, from 0 to 1 - least = {1 - least:g}, got {rate}; "
+            "0.2 is a common choice"
+        )
+    for layer in _choose(model, layers):
         for site in layer.sites:
             site.dropping = Dropping(float(rate), float(least)) if rate else None
     return model
@@ -68,64 +77,34 @@ def keep_probabilities(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _check_numbers(rate: float, least: float) -> None:
-    for name, value in {"rate": rate, "least": least}.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name} is a number, got {type(value).__name__}")
-        if not math.isfinite(value):
-            raise ValueError(f"{name} must be finite, got {value}")
-    if not 0 < least <= 1:
-        raise ValueError(f"least is a probability above 0, got {least}; without one, what is kept may grow unboundedly")
-    if not 0 <= rate <= 1 - least:
-        raise ValueError(
-            f"rate is a share of the directions, from 0 to 1 - least = {1 - least:g}, got {rate}; "
-            "0.2 is a common choice"
-        )
-
-
-def _choose(model: nn.Module, layers: str | Iterable[str] | None) -> dict[str, Explicit]:
+def _choose(model: nn.Module, layers: str | Iterable[str] | None) -> list[Kind]:
     """The layers to change, all of them able to drop directions."""
     whitened = dict(whitened_layers(model))
     if not whitened:
         raise ValueError('this model has no whitened layers; call prong.whiten_(model, form="explicit") first')
+    reasons = {name: _why_not(layer) for name, layer in whitened.items()}
+    wanted = fitting(whitened, layers, "whitened layer")
     if layers is None:
-        wanted = {name: layer for name, layer in whitened.items() if not _of_attention(layer)}
+        wanted = [name for name in wanted if reasons[name] != NOT_ALIKE]
         if not wanted:
             raise ValueError(f"spectral dropout is not for {NOT_ALIKE}, and nothing else in this model is whitened")
-    else:
-        patterns = [layers] if isinstance(layers, str) else list(layers)
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in whitened):
-                raise ValueError(f"no whitened layer fits {pattern!r}. There are: {', '.join(whitened)}")
-        wanted = {name: m for name, m in whitened.items() if any(fnmatchcase(name, p) for p in patterns)}
-    chosen: dict[str, Explicit] = {}
-    for name, layer in wanted.items():
-        if not isinstance(layer, Explicit):
-            raise ValueError(
-                f"layer {name!r} is implicit: it computes with W alone and has no whitened directions to drop. "
-                'Whiten the model with prong.whiten_(prong.fold_(model), form="explicit").'
-            )
-        if layer.basis != "pca":
-            raise ValueError(
-                f"layer {name!r} is whitened with basis {layer.basis!r}, whose directions have no eigenvalue each; "
-                'use prong.whiten_(prong.fold_(model), form="explicit", basis="pca")'
-            )
-        if _of_attention(layer):
-            raise ValueError(f"layer {name!r}: spectral dropout is not for {NOT_ALIKE}")
-        chosen[name] = layer
-    return chosen
+    for name in wanted:
+        if reasons[name] is not None:
+            raise ValueError(f"layer {name!r}: spectral dropout is not for {reasons[name]}")
+    return [whitened[name] for name in wanted]
 
 
-def _of_attention(layer: WhitenedLayer) -> bool:
-    return type(layer).plain not in DROPPABLE
-
-
-DROPPABLE: tuple[type[nn.Module], ...] = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+def _why_not(layer: Kind) -> str | None:
+    """What a layer is that has no directions to drop, or None."""
+    if not isinstance(layer, Explicit):
+        return (
+            f"the {layer.form} form, which computes with W alone and has no whitened directions to drop. Fold the "
+            'model and whiten it with prong.whiten_(prong.fold_(model), form="explicit"), then make its optimizer'
+        )
+    if isinstance(layer, AttentionKind | ExplicitOutProjection):
+        return NOT_ALIKE
+    if layer.basis != "pca":
+        return (
+            f'the basis {layer.basis!r}, whose directions have no eigenvalue each; use form=prong.Explicit(basis="pca")'
+        )
+    return None

@@ -37,8 +37,7 @@ def rank_outputs(W: Tensor, Sigma: Tensor) -> Ranked:
     A_k A_k^T W Sigma^1/2 = A_k S_k B_k^T. So no inverse of Sigma is needed, which may be singular.
 
     A has the eigenvectors of W Sigma W^T, the covariance of z: the best replacement projects the outputs on their own
-    leading principal directions. Truncating the SVD of W is the case Sigma = I; projecting the inputs on leading
-    directions of Sigma ignores W. Where all of W's rank is kept, A A^T W = W, whatever Sigma is.
+    leading principal directions. Where all of W's rank is kept, A A^T W = W, whatever Sigma is.
 
     Shapes: W (out, in), Sigma (in, in); r = min(out, in).
     """
@@ -50,7 +49,8 @@ def rank_outputs(W: Tensor, Sigma: Tensor) -> Ranked:
         ridge = RIDGE * float(lam.mean()) or RIDGE  # A then spans all that W reaches
         A = torch.linalg.svd(W @ (E * (lam.clamp(min=0) + ridge).sqrt()), full_matrices=False).U
     projected = A.mT @ W
-    return Ranked(A, _tails(((projected @ Sigma) * projected).sum(-1).clamp(min=0)))
+    squares = ((projected @ Sigma) * projected).sum(-1).clamp(min=0)
+    return Ranked(A, torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)]))
 
 
 def rank_inputs(W: Tensor, Sigma: Tensor, taps: int) -> Ranked:
@@ -78,11 +78,6 @@ def rank_inputs(W: Tensor, Sigma: Tensor, taps: int) -> Ranked:
             G += (per_tap[:, t].mT @ per_tap[:, s]) * (Q @ blocks[t, :, s] @ Q.mT)
     sums = G.flip(0, 1).cumsum(0).cumsum(1).diagonal().clamp(min=0).flip(0)
     return Ranked(A, torch.cat([sums, sums.new_zeros(1)]))
-
-
-def _tails(squares: Tensor) -> Tensor:
-    """Sums of the entries from each on, and zero: (r + 1,)."""
-    return torch.cat([squares.flip(0).cumsum(0).flip(0), squares.new_zeros(1)])
 
 
 def factors(W: Tensor, A: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -7,16 +7,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from prong.analysis.observation import patches
 from prong.core.moments import Moments
 from prong.layers.conv import thin
 from prong.model.estimate import Forward, call_model, run_batches, undisturbed
 
-Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
-Compressible = nn.Linear | Convolution
+Compressible = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 def taps_of(layer: Compressible) -> int:
@@ -24,30 +23,16 @@ def taps_of(layer: Compressible) -> int:
     return math.prod(layer.weight.shape[2:])
 
 
-def patches(layer: Convolution, h: Tensor) -> Tensor:
-    """The inputs that a convolution without groups multiplies at each output position: (positions, taps * in).
-
-    Positions of one example follow each other; of a patch, taps come first.
-    """
-    dims, taps = len(layer.kernel_size), taps_of(layer)
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    h = F.pad(h, layer._reversed_padding_repeated_twice, mode=mode)
-    pick = torch.eye(taps, dtype=h.dtype, device=h.device).repeat(layer.in_channels, 1)
-    convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
-    kernel = pick.view(-1, 1, *layer.kernel_size)
-    taken: Tensor = convolve(h, kernel, None, layer.stride, 0, layer.dilation, layer.in_channels)
-    taken = taken.movedim(-1 - dims, -1).reshape(-1, layer.in_channels, taps)
-    return taken.transpose(1, 2).flatten(1)
-
-
 class Probe:
-    """A forward hook that gathers the moments of a layer's inputs and counts positions of inputs and outputs."""
+    """A forward hook that gathers the moments of a layer's inputs and counts positions of inputs and outputs.
+
+    Of a convolution, an input is a patch, taps first.
+    """
 
     def __init__(self, name: str, layer: Compressible, gathers: bool, max_positions: int | None) -> None:
-        self.name = name
+        self.name, self.max_positions = name, max_positions
         features = layer.weight[0].numel()
         self.moments = Moments(1, features, torch.float64, layer.weight.device) if gathers else None
-        self.max_positions = max_positions
         self.inputs = self.outputs = 0
 
     def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], z: Tensor) -> None:
@@ -58,11 +43,10 @@ class Probe:
         self.outputs += z.numel() // layer.weight.shape[0]
         if self.moments is None:
             return
-        if linear:
-            rows = h.reshape(1, -1, h.shape[-1])
-        else:
+        rows = h.reshape(1, -1, h.shape[-1])
+        if not linear:
             examples = h.shape[0] if h.dim() == len(layer.kernel_size) + 2 else 1
-            rows = thin(patches(layer, h).unsqueeze(0), examples, self.max_positions)
+            rows = thin(patches(layer, h).transpose(2, 3), examples, self.max_positions).flatten(2)
         try:
             self.moments.add(rows)
         except FloatingPointError as error:
@@ -92,20 +76,6 @@ def probe(
     return moments, {name: (p.inputs / seen, p.outputs / seen) for name, p in probes.items()}
 
 
-class _Outputs:
-    """A forward hook that keeps copies of outputs, which later layers may overwrite."""
-
-    def __init__(self) -> None:
-        self.kept: list[Tensor] = []
-
-    def __call__(self, layer: nn.Module, args: Any, z: Tensor) -> None:
-        self.kept.append(z.detach().clone())
-
-    def take(self) -> list[Tensor]:
-        kept, self.kept = self.kept, []
-        return kept
-
-
 def distances(
     reference: nn.Module,
     model: nn.Module,
@@ -122,16 +92,15 @@ def distances(
     Raises:
         ValueError: `model` reads attributes that a replaced layer has not, or does not call it as `reference` does.
     """
-    hooks, pairs = [], {}
-    for name in outputs:
-        pairs[name] = (_Outputs(), _Outputs())
-        for side, listener in zip((reference, model), pairs[name], strict=True):
-            hooks.append(side.get_submodule(name).register_forward_hook(listener))
+    pairs: dict[str, tuple[list[Tensor], list[Tensor]]] = {name: ([], []) for name in outputs}
+    hooks = [
+        side.get_submodule(name).register_forward_hook(_keeping(kept))
+        for name, both in pairs.items()
+        for side, kept in zip((reference, model), both, strict=True)
+    ]
     replaced = [repr(n) for n in outputs if type(model.get_submodule(n)) is not type(reference.get_submodule(n))]
-    sums = dict.fromkeys(pairs, 0.0)
-    rows = dict.fromkeys(pairs, 0)
-    difference = 0.0
-    spread = _Spread()
+    sums, rows = dict.fromkeys(pairs, 0.0), dict.fromkeys(pairs, 0)
+    difference, spread = 0.0, _Spread()
 
     def both(_: nn.Module, batch: Any) -> None:
         nonlocal difference
@@ -146,21 +115,21 @@ def distances(
                 f"the model reads an attribute that a replaced layer has not ({error}). Replaced were "
                 f"{', '.join(replaced)}: name the layers to compress without it, by layers="
             ) from error
-        returned = (tree_leaves(expected), tree_leaves(found))
-        for i, (f, g) in enumerate(zip(*returned, strict=True)):
+        for i, (f, g) in enumerate(zip(tree_leaves(expected), tree_leaves(found), strict=True)):
             if isinstance(f, Tensor) and f.is_floating_point() and f.numel():
                 difference += _square(f - g)
                 spread.add(i, f)
         for name, (mine, its) in pairs.items():
-            before, after = mine.take(), its.take()
-            if len(before) != len(after):
+            if len(mine) != len(its):
                 raise ValueError(
-                    f"layer {name or '(model)'!r} is called {len(before)} times, but what replaces it {len(after)} "
+                    f"layer {name or '(model)'!r} is called {len(mine)} times, but what replaces it {len(its)} "
                     "times: the model holds it elsewhere too, as in a list. Leave it out by layers="
                 )
-            for z, other in zip(before, after, strict=True):
+            for z, other in zip(mine, its, strict=True):
                 sums[name] += _square(z - other)
                 rows[name] += z.numel() // outputs[name]
+            mine.clear()
+            its.clear()
 
     try:
         with undisturbed(reference):
@@ -168,9 +137,13 @@ def distances(
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: sums[name] / max(rows[name], 1) for name in pairs}, difference / total if (
-        total := spread.total()
-    ) > 0 else 0.0
+    total = spread.total()
+    return {n: sums[n] / max(rows[n], 1) for n in pairs}, difference / total if total > 0 else 0.0
+
+
+def _keeping(kept: list[Tensor]) -> Any:
+    """A forward hook that keeps copies of outputs, which later layers may overwrite."""
+    return lambda layer, args, z: kept.append(z.detach().clone())
 
 
 class _Spread:
@@ -181,9 +154,8 @@ class _Spread:
 
     def add(self, which: int, f: Tensor) -> None:
         rows = f.double().reshape(f.shape[0] if f.dim() else 1, -1)
-        key = (which, f.shape[1:])
-        count, total, squares = self._sums.get(key, (0, torch.zeros_like(rows[0]), 0.0))
-        self._sums[key] = (count + len(rows), total + rows.sum(0), squares + _square(rows))
+        count, total, squares = self._sums.get((which, f.shape[1:]), (0, torch.zeros_like(rows[0]), 0.0))
+        self._sums[which, f.shape[1:]] = (count + len(rows), total + rows.sum(0), squares + _square(rows))
 
     def total(self) -> float:
         return sum(squares - _square(total) / count for count, total, squares in self._sums.values())

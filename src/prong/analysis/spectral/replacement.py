@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import torch
@@ -27,10 +26,8 @@ class Subject:
     """
 
     def __init__(self, layer: Compressible, moments: Moments, criterion: Criterion) -> None:
-        self.layer = layer
-        self.taps = taps_of(layer)
-        layout = Layout(tuple(layer.weight.shape))
-        self.W = layout.pack(layer.weight.detach())[0].flatten(1).double()  # (out, taps * in)
+        self.layer, self.taps = layer, taps_of(layer)
+        self.W = Layout(tuple(layer.weight.shape)).pack(layer.weight.detach())[0].flatten(1).double()  # taps first
         centred = layer.bias is not None
         self.c = moments.mean[0] if centred else torch.zeros_like(moments.mean[0])
         self.Sigma = moments.covariance(centred)[0]
@@ -45,12 +42,14 @@ class Subject:
 
     def options(self) -> list[Option]:
         """The layer as it is, and every replacement with fewer parameters."""
+        out, patch = self.W.shape
         plain = sum(p.numel() for p in self.layer.parameters())
+        per_rank = {"outputs": patch + out, "inputs": patch // self.taps + out * self.taps}
         found = [Option("plain", self.full_rank("plain"), plain, 0.0)]
         for plan, ranked in self._ranked.items():
             scale = float(ranked.errors[0]) or 1.0
             for rank, error in enumerate(ranked.errors.tolist()):
-                count = rank * self._per_rank(plan) + self._bias_size
+                count = rank * per_rank[plan] + (0 if self.layer.bias is None else out)
                 if rank > 0 and count < plain:
                     found.append(Option(plan, rank, count, error / scale))
         return found
@@ -58,15 +57,6 @@ class Subject:
     def full_rank(self, plan: Plan) -> int:
         """The largest rank by a plan; of the plain layer, that of its weight as a matrix (out, taps * in)."""
         return len(self._ranked["outputs" if plan == "plain" else plan].errors) - 1
-
-    @property
-    def _bias_size(self) -> int:
-        return 0 if self.layer.bias is None else self.layer.bias.numel()
-
-    def _per_rank(self, plan: Plan) -> int:
-        """Parameters per unit of rank."""
-        out, patch = self.W.shape
-        return patch + out if plan == "outputs" else patch // self.taps + out * self.taps
 
     def flops(self, option: Option, rows: tuple[float, float]) -> float:
         """Additions and multiplications at so many input and output positions."""
@@ -82,77 +72,41 @@ class Subject:
         """The share of the variance of the outputs that an option loses, from the statistics."""
         if option.plan == "plain":
             return 0.0
-        D, shift = self._difference(option)
+        _, _, D, shift = self._factors(option)
         return expected_error(D, shift, self.c, self.Sigma) / self.variance
 
-    def _factors(self, option: Option) -> tuple[Tensor, Tensor]:
-        """(first, second) as matrices: of `W`, or of its taps on top of each other."""
-        assert option.plan != "plain"
+    def _factors(self, option: Option) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """First and second matrix of `W` or of its taps on top of each other, W - W_k, and (W - W_k) c for the bias."""
         stacked = self.W if option.plan == "outputs" else self.W.reshape(-1, self.W.shape[1] // self.taps)
-        return factors(stacked, self._ranked[option.plan].A, option.rank)
-
-    def _difference(self, option: Option) -> tuple[Tensor, Tensor | None]:
-        """W - W_k, and what goes into the bias: (W - W_k) c."""
-        first, second = self._factors(option)
+        first, second = factors(stacked, self._ranked[option.plan].A, option.rank)
         D = self.W - (second @ first).reshape(self.W.shape)
-        return D, D @ self.c if self._corrects_bias else None
+        return first, second, D, D @ self.c if self._corrects_bias else None
 
-    def replacement(self, option: Option) -> nn.Module | None:
-        """The layer of an option, two in a Sequential; None for the plain one."""
-        if option.plan == "plain":
-            return None
+    @torch.no_grad()
+    def replacement(self, option: Option) -> nn.Module:
+        """The layers of an option, one or two in a Sequential."""
         layer: Any = self.layer
-        first, second = self._factors(option)
-        _, shift = self._difference(option)
-        rank, out = option.rank, self.W.shape[0]
+        if option.plan == "plain":
+            return self.layer
+        first, second, _, shift = self._factors(option)
+        before, after = {}, {}
+        if not isinstance(layer, nn.Linear):
+            names = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+            before, after = {name: getattr(layer, name) for name in names}, {"kernel_size": 1}
+            before, after = (before, after) if option.plan == "outputs" else (after, before)
         common = {"dtype": layer.weight.dtype, "device": layer.weight.device}
-        bias = layer.bias is not None
-        kind: Any = type(layer)
-        skip_init: Any = nn.utils.skip_init  # draws no random weights
-        if isinstance(layer, nn.Linear):
-            pair = (
-                skip_init(nn.Linear, layer.in_features, rank, bias=False, **common),
-                skip_init(nn.Linear, rank, out, bias=bias, **common),
-            )
-        else:
-            kernel = {
-                "kernel_size": layer.kernel_size,
-                "stride": layer.stride,
-                "padding": layer.padding,
-                "dilation": layer.dilation,
-                "padding_mode": layer.padding_mode,
-            }
-            one = {"kernel_size": 1}
-            before, after = (kernel, one) if option.plan == "outputs" else (one, kernel)
-            pair = (
-                skip_init(kind, layer.in_channels, rank, bias=False, **before, **common),
-                skip_init(kind, rank, out, bias=bias, **after, **common),
-            )
-        with torch.no_grad():
-            for module, value in zip(pair, (first, second), strict=True):
-                module.weight.copy_(_as_weight(value, module.weight))
-                module.weight.requires_grad_(layer.weight.requires_grad)
-            if bias:
-                pair[1].bias.copy_(layer.bias if shift is None else layer.bias + shift)
-                pair[1].bias.requires_grad_(layer.bias.requires_grad)
+        make: Any = nn.utils.skip_init  # draws no random weights
+        pair = (
+            make(type(layer), layer.weight.shape[1], option.rank, bias=False, **before, **common),
+            make(type(layer), option.rank, len(self.W), bias=layer.bias is not None, **after, **common),
+        )
+        for module, value in zip(pair, (first, second), strict=True):
+            shape = (
+                module.weight.shape
+            )  # the value's rows are (out, taps * in) or, with outputs first, (out * taps, in)
+            module.weight.copy_(value.reshape(shape[0], taps_of(module), shape[1]).transpose(1, 2).reshape(shape))
+            module.weight.requires_grad_(layer.weight.requires_grad)
+        if layer.bias is not None:
+            pair[1].bias.copy_(layer.bias if shift is None else layer.bias + shift)
+            pair[1].bias.requires_grad_(layer.bias.requires_grad)
         return nn.Sequential(*pair)
-
-
-def _as_weight(value: Tensor, like: Tensor) -> Tensor:
-    """A matrix (out, taps * in) or, with outputs first, (out * taps, in), in the shape of a stored weight."""
-    taps = math.prod(like.shape[2:])
-    return value.reshape(like.shape[0], taps, like.shape[1]).transpose(1, 2).reshape(like.shape)
-
-
-def replace_(model: nn.Module, name: str, new: nn.Module | None) -> nn.Module:
-    """The model with another module wherever the one called `name` is (None: as it is); changed in place."""
-    if new is None:
-        return model
-    old = model.get_submodule(name)
-    if old is model:
-        return new
-    for parent in list(model.modules()):
-        for key, child in parent._modules.items():
-            if child is old:
-                parent._modules[key] = new
-    return model

@@ -29,13 +29,13 @@ class Layer:
 
     name: str
     kind: str
-    plan: Plan
-    rank: tuple[int, int] | None
     parameters: tuple[int, int]
     flops: tuple[float, float] | None
-    expected: float
-    measured: float
-    note: str
+    plan: Plan = "plain"
+    rank: tuple[int, int] | None = None
+    expected: float = 0.0
+    measured: float = 0.0
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,8 @@ class Report:
         return lines[name]
 
     def __str__(self) -> str:
-        head = (
-            "layer",
-            "kind",
-            "plan",
-            "rank",
-            "parameters",
-            "after",
-            "flops",
-            "after",
-            "expected",
-            "measured",
-            "note",
-        )
+        sizes = ("parameters", "after", "flops", "after")
+        head = ("layer", "kind", "plan", "rank", *sizes, "expected", "measured", "note")
         lines = [
             (
                 layer.name,
