@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from prong.core.coordinates import Pair, Transition, transport_gradient, transport_square, transport_velocity
 from prong.core.muon import OrthogonalMomentum
+from prong.distributed.sharding import local
 from prong.layers import Kind, Site
 
 Transport = Callable[[Tensor, Tensor | None, Transition], Pair]
@@ -93,7 +94,9 @@ def plan_state(optimizer: Optimizer, layer: Kind, site: Site, transition: Transi
     for key, transport in (transports_of(optimizer, weight) or UNKNOWN).items():
         value = state_V.get(key)
         if isinstance(value, Tensor) and value.numel() == weight.numel():
-            updates += _moved(site, value.view(weight.shape), state_d.get(key), transition, transport)
+            of_bias = state_d.get(key)
+            of_bias = local(of_bias) if isinstance(of_bias, Tensor) else None
+            updates += _moved(site, local(value).view(local(weight).shape), of_bias, transition, transport)
     return updates
 
 
@@ -113,9 +116,12 @@ def diagonal_powers(optimizer: Optimizer, V: Tensor) -> list[tuple[Tensor, int]]
 
 def reset_state(optimizer: Optimizer, layer: Kind, site: Site) -> None:
     """Forget the state of a site's parameters; optimizers start it again."""
+    fused = {id(p) for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
     for parameter in layer.pair(site):
-        if parameter is not None:
-            optimizer.state.pop(parameter, None)
+        velocity = None if parameter is None else optimizer.state.pop(parameter, {}).get("momentum_buffer")
+        if parameter is not None and velocity is not None and id(parameter) in fused:
+            # torch's fused SGD takes velocities of all parameters or of none; zeros begin as nothing does.
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(velocity)
 
 
 def _moved(
