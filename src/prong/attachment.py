@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from typing import Any, Literal, TypeVar
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from prong.distributed.sharding import is_sharded
+from prong.distributed.sharding import by_rows, check_unsharded, is_sharded, reshard_, sharded_modules
 from prong.distributed.workers import Workers, unwrapped
 from prong.gradients.whitening import OutputWhitening
 from prong.layers import Explicit, Kind, Plain, Site, WhitenedLayer
@@ -149,6 +150,7 @@ class Attachment:
     ) -> None:
         self.workers, self._given = workers, weakref.ref(given)  # DistributedDataParallel is not ours to keep
         self._views = list({id(layer): layer for layer, _ in sites.values() if isinstance(layer, Plain)}.values())
+        self._sharded = sharded_modules(model)
         spread = not workers.alone and any(is_sharded(p) for p in model.parameters())
         self._trust = None if trust is None else Trust(trust, sites, workers if spread else None)
         self._outputs = None if outputs is None else OutputWhitening(model, sites, outputs, workers)
@@ -188,6 +190,7 @@ class Attachment:
             self._check_company()
         if self._views and self._views[0].sharing is not None:  # which all have
             self._views[0].sharing.settle()
+        reshard_(self._sharded)
         self.refresher.before_step()
         try:
             if self._outputs is not None:
@@ -362,6 +365,8 @@ def _check_combination(
         raise ValueError(
             f"space='natural' is natural gradients, which is the implicit form and not the {form.name} one"
         )
+    if outputs is not None:
+        check_unsharded(model, "whitening of outputs", "leave outputs=None")
     if outputs is not None and not linear:
         raise ValueError(f"outputs are whitened for SGD, not for {kind}")
     if outputs is not None and isinstance(form, Materialised):
@@ -383,12 +388,18 @@ def _whiten(
         whiten_(model, form, layers=lambda name, module: trains(module))
         return
 
+    whole: list[nn.Module] = []  # modules that are spread over workers in parts that cannot be whitened by themselves
+
     def choose_form(kind: type[Plain], module: nn.Module) -> Form | None:
         if not trains(module):
             return None
+        site = kind.make_sites(module)[0]
+        weight = getattr(module, site.weight)
+        if is_sharded(weight) and not (by_rows(weight) and site.layout.by_rows):
+            whole.append(module)
+            return None
         if not isinstance(form, Auto):
             return form
-        weight = getattr(module, kind.make_sites(module)[0].weight)
         if space == "natural" or is_linear(optimizer, weight):
             return Implicit()
         return Materialised("zca" if transports_of(optimizer, weight) is None else "pca")
@@ -396,6 +407,15 @@ def _whiten(
     views = tap_(model, choose_form, form if isinstance(form, Auto) else None)
     for view in views.values():
         view.measured = view.natural and not is_linear(optimizer, view.pair(view.sites[0])[0])
+    if whole and all(space == "natural" or is_linear(optimizer, p) for module in whole for p in module.parameters()):
+        whiten_(model, Implicit(), layers=lambda name, module: module in whole)
+    elif whole:
+        names = {id(module): name for name, module in model.named_modules()}
+        warnings.warn(
+            f"prong leaves as they are: {', '.join(repr(names[id(module)]) for module in whole)}, which are grouped, "
+            "transposed or sharded otherwise than by rows",
+            stacklevel=4,
+        )
 
 
 def _check_held(optimizer: Optimizer, sites: dict[str, tuple[Kind, Site]]) -> None:

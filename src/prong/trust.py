@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from prong.core.coordinates import against
 from prong.core.precision import accumulation_dtype, full_precision
-from prong.distributed.sharding import local
+from prong.distributed.sharding import is_sharded, local, rows_of, whole
 from prong.distributed.workers import Workers
 from prong.layers import Implicit, Kind, Plain, Site
 from prong.refresh.transport import is_linear
@@ -35,11 +35,12 @@ UNITS = 16  # of a layer, on which a step is measured
 
 @dataclass
 class _Start:
-    """Where a step begins: some units of a site's weight, its bias, and the weight where nothing else tells it."""
+    """Where a step begins: some units of a site's weight and bias, and all of them where nothing else tells it."""
 
     layer: Kind
     site: Site
     units: Tensor
+    bias_units: Tensor | None
     bias: Tensor | None
     weight: Tensor | None
 
@@ -84,9 +85,7 @@ class Trust:
                     shortened.add(parameter)
                     self._gradients.append((parameter, parameter.grad))
                     parameter.grad = parameter.grad.clone()
-                part = site.part(local(parameter.grad))
-                assert part is not None
-                part.mul_(factor)
+                held(site, parameter.grad).mul_(factor)
 
     @torch.no_grad()
     def after(self) -> None:
@@ -126,8 +125,18 @@ def _reach(group: dict[str, Any]) -> float:
 
 def _units(site: Site, tensor: Tensor | None) -> Tensor | None:
     """Some units of a weight or bias, spread over all of them: rows, where each unit is one."""
-    part = None if tensor is None else site.part(local(tensor.detach()))
-    return None if part is None else part[:: _stride(site, part)]
+    if tensor is None:
+        return None
+    part = held(site, tensor) if site.layout.by_rows else whole(tensor.detach())
+    return part[:: _stride(site, part)]
+
+
+def held(site: Site, tensor: Tensor) -> Tensor:
+    """What this worker has of a site's rows of a tensor."""
+    own = is_sharded(tensor) and site.spread is None and site.layout.by_rows
+    part = (site.restricted(rows_of(tensor)) if own else site).part(local(tensor.detach()))
+    assert part is not None
+    return part
 
 
 def _stride(site: Site, part: Tensor) -> int:
@@ -187,11 +196,15 @@ def _precise(tensor: Tensor) -> Tensor:
 
 
 def _start(layer: Kind, site: Site, weight: Tensor, bias: Tensor | None) -> _Start:
-    few, kept = _units(site, weight), None if bias is None else site.part(local(bias.detach()))
     told_by_W = isinstance(layer, Plain) and not layer.natural  # which is not written before the step is over
-    whole = None if told_by_W else site.part(local(weight.detach()))
+    few = _units(site, weight)
     assert few is not None
-    return _Start(layer, site, few.clone(), *(None if x is None else x.clone() for x in (kept, whole)))
+    kept = (
+        _units(site, bias),
+        None if bias is None else held(site, bias),
+        None if told_by_W else held(site, weight),
+    )
+    return _Start(layer, site, few.clone(), *(None if x is None else x.clone() for x in kept))
 
 
 def _made(start: _Start) -> Tensor:
@@ -200,8 +213,8 @@ def _made(start: _Start) -> Tensor:
     weight, bias = start.layer.pair(site)
     few = _units(site, weight)
     assert few is not None
-    now, before = _units(site, bias), start.bias
-    step = None if now is None or before is None else _precise(now) - _precise(before[:: _stride(site, before)])
+    now, before = _units(site, bias), start.bias_units
+    step = None if now is None or before is None else _precise(now) - _precise(before)
     return predicted(start.layer, site, _precise(few) - _precise(start.units), step)
 
 
@@ -211,6 +224,6 @@ def _shorten(start: _Start, factor: float) -> None:
     weight, bias = layer.pair(site)
     old = layer.before_step(site) if start.weight is None and isinstance(layer, Plain) else start.weight
     for parameter, before in ((weight, old), (bias, start.bias)):
-        now = None if parameter is None else site.part(local(parameter.detach()))
-        if now is not None and before is not None:
+        if parameter is not None and before is not None:
+            now = held(site, parameter)
             now.lerp_(before.to(now.dtype), 1 - factor)

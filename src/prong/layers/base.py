@@ -101,6 +101,7 @@ class Site:
         bias: the name of its bias, or None.
         layout: how the weight, or this site's rows of it, is stored.
         rows: the rows of weight and bias that belong to this site (None: all).
+        spread: where workers hold rows of the weight each, the layout of all of them; the others are of this worker's.
         name: what to add to the layer's name, where a layer has several sites.
         whitening: the current one; None is the identity.
         rank: how many directions of its inputs are told apart at most, where P is to be thin.
@@ -127,6 +128,7 @@ class Site:
     fixed_bias: bool = False
     aside: bool = False
     label: str = ""
+    spread: Layout | None = None
 
     @property
     def listening(self) -> bool:
@@ -143,6 +145,15 @@ class Site:
             self.layout = replace(self.layout, block=block)
             if self.window is not None:
                 self.window.restart(self.new_window(like).moments)
+
+    def restricted(self, held: slice) -> Site:
+        """The same where a worker holds these rows of weight and bias, and no others."""
+        all_rows = slice(0, self.layout.shape[0]) if self.rows is None else self.rows
+        start = max(all_rows.start, held.start)
+        stop = max(start, min(all_rows.stop, held.stop))
+        rows = None if self.rows is None else slice(start - held.start, stop - held.start)
+        layout = replace(self.layout, shape=(stop - start, *self.layout.shape[1:]))
+        return replace(self, rows=rows, layout=layout, spread=self.layout)
 
     def part(self, tensor: Tensor | None) -> Tensor | None:
         """This site's rows of a weight, a bias, or anything of their shape; all of what is its alone."""

@@ -61,6 +61,11 @@ class Layout:
         return math.prod(self.shape[2:])
 
     @property
+    def by_rows(self) -> bool:
+        """Whether each row of the weight is that of one output, whatever the others are."""
+        return self.groups == 1 and not self.transposed
+
+    @property
     def whole(self) -> Layout:
         """The same without blocks."""
         return self if self.block is None else replace(self, block=None)
@@ -68,9 +73,9 @@ class Layout:
     def pack(self, W: Tensor) -> Tensor:
         """The stored weight as (matrices, out, taps, in)."""
         if self.transposed:
-            packed = W.reshape(self.groups, self.inputs, self.outputs, -1).permute(0, 2, 3, 1)
+            packed = W.reshape(self.groups, self.inputs, self.outputs, self.taps).permute(0, 2, 3, 1)
         else:
-            packed = W.reshape(self.groups, self.outputs, self.inputs, -1).transpose(2, 3)
+            packed = W.reshape(self.groups, self.outputs, self.inputs, self.taps).transpose(2, 3)
         return self._split(packed)
 
     def unpack(self, X: Tensor, like: Tensor | None = None) -> Tensor:

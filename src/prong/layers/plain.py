@@ -26,7 +26,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from prong.core.coordinates import less_outer, natural_gradient, times, to_canonical, to_whitened
 from prong.core.moments import Window
 from prong.core.whitening import Whitening
-from prong.distributed.sharding import local, spread_like
+from prong.distributed.sharding import is_sharded, local, plain_class, rows_of, spread_like
 from prong.layers.attention import AttentionKind, TappedMultiheadAttention
 from prong.layers.base import Kind, Site, in_backward
 from prong.layers.budget import Budget
@@ -51,7 +51,7 @@ class Plain(Kind):
     def __init__(self, module: nn.Module, options: Materialised | Implicit, budget: Budget | None = None) -> None:
         self.module, self.options, self.budget, self.measured = module, options, budget, False
         self.settled = budget is None
-        self.sites = self.make_sites(module)
+        self.sites = tuple(_of_this_worker(site, self.parameter(site.weight)) for site in self.make_sites(module))
         self.sharing: Sharing | None = None
         self.max_positions = None
         self.owner = None
@@ -185,31 +185,43 @@ class Plain(Kind):
                     new[parameter] = spread_like(gradient, parameter)
                 else:
                     assert parameter.grad is not None
-                    site.write(new.setdefault(parameter, parameter.grad.clone()), gradient)
+                    site.write(local(new.setdefault(parameter, parameter.grad.clone())), gradient)
         for parameter, gradient in new.items():
-            self._kept[parameter] = parameter.data, parameter.grad
+            spread = is_sharded(parameter) and not self.natural  # whose data cannot be exchanged for others
+            self._kept[parameter] = local(parameter).clone() if spread else parameter.data, parameter.grad
             parameter.grad = gradient
         for parameter, value in self._values():
-            if parameter in new:
-                parameter.data = spread_like(value, parameter)
+            if parameter in new and is_sharded(parameter):
+                local(parameter).copy_(value)
+            elif parameter in new:
+                parameter.data = value
 
     @torch.no_grad()
     def leave(self) -> None:
         """After a step: write W = V U and b = d - W c, and put gradients back."""
+        for name, value in self._held.items():
+            parameter = self._parameter(name)
+            if parameter in self._kept and is_sharded(parameter):
+                value.copy_(local(parameter))
         kept = self.drop_step()
         for site in [] if self.natural else self.sites:
             weight, bias = self.pair(site)
             if weight in kept:
-                held = None if bias is None or bias not in kept else local(bias.data)
-                self._materialise(site, local(weight.data), held)
+                held = None if bias is None or bias not in kept else local(bias)
+                self._materialise(site, local(weight), held)
         if kept and not self.natural:
             self._mark(self._held)
 
+    @torch.no_grad()
     def drop_step(self) -> dict[Tensor, Any]:
         """Give parameters and gradients back as they were before the step."""
         kept, self._kept = self._kept, {}
         for parameter, (data, gradient) in kept.items():
-            parameter.data, parameter.grad = data, gradient
+            parameter.grad = gradient
+            if is_sharded(parameter) and not self.natural:
+                local(parameter).copy_(data)
+            else:
+                parameter.data = data
         return kept
 
     def ordinary(self, parameter: Tensor) -> Tensor | None:
@@ -268,6 +280,10 @@ class Plain(Kind):
     def _is_matrix(site: Site) -> bool:
         layout = site.layout
         return site.rows is None and len(layout.shape) == 2 and layout.matrices == 1 and not layout.transposed
+
+
+def _of_this_worker(site: Site, weight: Tensor | None) -> Site:
+    return site.restricted(rows_of(weight)) if weight is not None and is_sharded(weight) else site
 
 
 SAMPLE = 64  # entries of a parameter by which it is known again
@@ -348,8 +364,10 @@ PLAIN: dict[type[nn.Module], type[Plain]] = {
 
 def plain_kind(module: nn.Module) -> type[Plain] | None:
     """The view for a layer, or None if it is of no kind that is known."""
-    name = f"{type(module).__module__}.{type(module).__name__}"
-    return PlainTransposedLinear if name == "transformers.pytorch_utils.Conv1D" else PLAIN.get(type(module))
+    kind = plain_class(module)
+    if f"{kind.__module__}.{kind.__name__}" == "transformers.pytorch_utils.Conv1D":
+        return PlainTransposedLinear
+    return PLAIN.get(kind if kind is not nn.MultiheadAttention else type(module))  # whose class is to be changed
 
 
 class Sharing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from prong.core.moments import Moments
 from prong.core.precision import accumulation_dtype
 from prong.core.whitening import Whitening
 from prong.distributed.reduction import Reduction
+from prong.distributed.sharding import is_sharded, local, rows_of, whole
 from prong.distributed.workers import ALONE, Workers, unwrapped
 from prong.layers import Implicit, Kind, Plain, Site, in_backward
 from prong.model.estimate import Forward, estimate
@@ -154,12 +156,15 @@ def assign_(
 
     With `gradients`, those that wait for a step are carried over too. All workers take what the first has computed:
     products of the same matrices may differ in their last bits, and nothing would ever bring parameters together again.
+    Of what is spread over workers, each computes its own part.
     """
     updates: list[Update] = []
+    shared: list[Tensor] = []  # values that all workers have
     checks: list[tuple[str, list[Update]]] = []
     resets: list[tuple[Kind, Site]] = []
     for name, (layer, site, new) in whitenings.items():
         weight, _ = layer.pair(site)
+        begin = len(updates)
         reset = on_refresh == "reset" or (optimizer is not None and not keeps_state(optimizer, layer, site))
         if reset:
             resets.append((layer, site))
@@ -167,8 +172,9 @@ def assign_(
             updates += _naturalized(layer, site, new)
         held = layer.coordinates(site)
         if held is None:
+            shared += [] if is_sharded(weight) else [value for _, value in updates[begin:]]
             continue
-        like = weight.detach().to(accumulation_dtype(weight.dtype))
+        like = local(weight.detach()).to(accumulation_dtype(weight.dtype))
         old = None if site.whitening is None else site.whitening.map(lambda x, like=like: x.to(like))  # type: ignore[misc]
         transition = Transition.between(old, new.map(lambda x, like=like: x.to(like)))  # type: ignore[misc]
         planned = plan_parameters(held, site, transition)
@@ -179,13 +185,15 @@ def assign_(
         updates += planned
         if gradients and not isinstance(layer, Plain):  # these may be anything: a GradScaler skips what is not finite
             updates += plan_gradients(layer, site, transition)
-    workers.broadcast_([value for _, value in updates])()
-    for name, planned in checks:
-        if not all(torch.isfinite(value).all() for _, value in planned):
-            raise FloatingPointError(
-                f"layer {name!r}: its parameters or optimizer state would not be finite in the new coordinates. "
-                "Nothing was changed; a larger damping helps."
-            )
+        shared += [] if is_sharded(weight) else [value for _, value in updates[begin:]]
+    workers.broadcast_(shared)()
+    with workers.together() if len(shared) < len(updates) else nullcontext():
+        for name, planned in checks:
+            if not all(torch.isfinite(value).all() for _, value in planned):
+                raise FloatingPointError(
+                    f"layer {name!r}: its parameters or optimizer state would not be finite in the new coordinates. "
+                    "Nothing was changed; a larger damping helps."
+                )
     for target, value in updates:
         target.copy_(value)
     stored: dict[Any, Whitening] = {}
@@ -204,7 +212,17 @@ def _naturalized(layer: Implicit, site: Site, new: Whitening) -> list[Update]:
     weight, bias = layer.pair(site)
     if weight.grad is None or new.P is None:
         return []
-    packed, packed_b = site.packed(weight.grad, None if bias is None else bias.grad)
-    nW, nb = natural_gradient(packed, packed_b, new.P.to(packed), new.c, new.tail)
-    targets = site.part(weight.grad), None if bias is None else site.part(bias.grad)
-    return [(t, v) for t, v in zip(targets, site.unpacked(nW, nb), strict=True) if t is not None and v is not None]
+    gradients = [None if p is None or p.grad is None else p.grad for p in (weight, bias)]
+    read = local if site.layout.by_rows else whole
+    if is_sharded(weight) and site.layout.by_rows:
+        site = site.restricted(rows_of(weight))
+    gW, gb = (None if g is None else read(g) for g in gradients)
+    assert gW is not None
+    packed, packed_b = site.packed(gW, gb)
+    natural = site.unpacked(*natural_gradient(packed, packed_b, new.P.to(packed), new.c, new.tail))
+    updates: list[Update] = []
+    for gradient, value in zip(gradients, natural, strict=True):
+        target = None if gradient is None else site.part(local(gradient))
+        if gradient is not None and target is not None and value is not None:
+            updates.append((target, value if value.shape == target.shape else value[rows_of(gradient)]))
+    return updates

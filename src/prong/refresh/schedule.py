@@ -69,7 +69,7 @@ class Windows:
         layer, site = self._sites[name]
         if site.window is None:
             site.window = site.new_window(layer.pair(site)[0])
-            site.window.share = share_of_rows(site.layout)
+            site.window.share = share_of_rows(site.spread or site.layout)
             self._start[name] = now
 
     @property

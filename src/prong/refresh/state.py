@@ -69,5 +69,5 @@ def restore_site(layer: Kind, site: Site, state: dict[str, Any]) -> None:
         layer.believe({name: sample.to(weight.device) for name, sample in state.get("written", {}).items()})
     if "window" in state:
         site.window = site.new_window(weight)
-        site.window.share = share_of_rows(site.layout)
+        site.window.share = share_of_rows(site.spread or site.layout)
         site.window.load_state_dict(state["window"])
