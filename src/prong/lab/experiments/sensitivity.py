@@ -11,7 +11,7 @@ from prong.lab.experiments.autoencoder import TUNED
 from prong.lab.experiments.common import Common, Flat, Tuned, make_job, source_of
 from prong.lab.experiments.perform import perform
 from prong.lab.jobs import Job
-from prong.lab.methods import Schedule
+from prong.lab.methods import KEYS, Schedule
 from prong.lab.models import autoencoder
 from prong.lab.tasks.reconstruction import Reconstruction
 from prong.lab.terminal import at_least, each_once
@@ -64,6 +64,9 @@ class Options(Common):
     evaluated: int = 1000
 
 
+DAMPED = [key for key, method in KEYS.items() if key.startswith("prong") and "eps" in method.settings]
+
+
 def main(options: Flat[Options]) -> None:
     """Train the autoencoder with PRONG over grids of eps, learning rate and T, and record what comes of it."""
     perform(NAME, jobs(options), options)
@@ -79,7 +82,7 @@ def jobs(options: Options) -> list[Job]:
     made = []
     for seed in range(options.seeds):
         plan = Plan(options.updates, seed, options.batch, 50, options.evaluations, options.evaluated, "constant")
-        for key in options.chosen(("prong",), [key for key in TUNED if key.startswith("prong")]):
+        for key in options.chosen(("prong",), [key for key in TUNED if key in DAMPED]):
             tuned = TUNED[key]
             if "eps" in options.parts:
                 for eps in options.eps:
