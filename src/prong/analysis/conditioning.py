@@ -14,7 +14,6 @@ Groups of a convolution are blocks of one block-diagonal matrix: spectra are ove
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -38,8 +37,7 @@ def input_spectrum(moments: Moments, centred: bool = True) -> Tensor:
                 factor = torch.cat([factor, math.sqrt(moments.count) * moments.mean.unsqueeze(1)], dim=1)
             lam = torch.linalg.eigvalsh(factor @ factor.mT) / moments.count
             lam = torch.nn.functional.pad(lam, (factor.shape[2] - factor.shape[1], 0))
-    descending: Tensor = lam.clamp(min=0).flatten().sort(descending=True).values
-    return descending
+    return _descending(lam.clamp(min=0))
 
 
 def condition_number(spectrum: Tensor, eps: float = 0.0, floor: float = 0.0) -> float:
@@ -55,21 +53,17 @@ def condition_number(spectrum: Tensor, eps: float = 0.0, floor: float = 0.0) -> 
 
 def whitened_spectrum(moments: Moments, whitening: Whitening) -> Tensor:
     """The eigenvalues of M = U S U^T, largest first, shape (groups in,); from P alone, those of L^T P L, S = L L^T."""
-    w = _as_in_the_formula(whitening, moments.mean)
-    S = _damped(moments, w)
+    left, right, c = _factors(whitening, moments.mean)
+    S = _about(c, moments)
+    S.diagonal(dim1=-2, dim2=-1).add_(whitening.eps)
     with full_precision(S):
-        if w.U is not None:
-            M = w.U @ S @ w.U.mT
-        else:
-            L, info = torch.linalg.cholesky_ex(S)
-            if info.any():  # eps is smaller than the rounding errors of the variance
-                lam, E = torch.linalg.eigh(S.double())
-                L, w = E * lam.clamp(min=w.eps).sqrt().unsqueeze(-2), w.map(lambda x: x.double())
-            assert w.P is not None
-            M = times_inverse(L.mT, w.P, w.tail) @ L
-        mu = torch.linalg.eigvalsh(M)
-    descending: Tensor = mu.flatten().sort(descending=True).values
-    return descending
+        if right is not None:
+            return _descending(torch.linalg.eigvalsh(left @ S @ right))
+        L, info = torch.linalg.cholesky_ex(S)
+        if info.any():  # eps is smaller than the rounding errors of the variance
+            lam, E = torch.linalg.eigh(S.double())
+            L = E * lam.clamp(min=whitening.eps).sqrt().unsqueeze(-2)
+        return _descending(torch.linalg.eigvalsh(L.mT @ left.to(L) @ L))
 
 
 def drift_from_white(moments: Moments, whitening: Whitening) -> tuple[float, float | None]:
@@ -83,57 +77,43 @@ def drift_from_white(moments: Moments, whitening: Whitening) -> tuple[float, flo
     summed over groups. A drift that is no larger says nothing. It takes B + eps U U^T = I for granted, which
     a thin P does not give: None there.
     """
-    mean, factor, count = moments.mean, moments.factor, moments.count
-    w = _as_in_the_formula(whitening, mean)
-    size = mean.numel()
+    mean, factor, count, eps = moments.mean, moments.factor, moments.count, whitening.eps
+    left, right, c = _factors(whitening, mean)
+    groups, inputs = mean.shape
     with full_precision(mean):
-        gains = _gains(w)  # U U^T, or P: their traces and norms are the same
         if factor is None:
-            S = _damped(moments, w)
-            D = w.U @ S @ w.U.mT if w.U is not None else _times_gains(S, w)
+            D = left @ _about(c, moments)
+            D = D if right is None else D @ right
         else:
-            shift = mean if w.c is None else mean - w.c
-            Y = torch.cat([factor / math.sqrt(count), shift.unsqueeze(1)], dim=1)  # S = Y^T Y + eps I
-            Z = Y @ w.U.mT if w.U is not None else Y
-            D = Z.mT @ (Z if w.U is not None else _times_gains(Z, w)) + w.eps * gains
+            Y = torch.cat([factor / math.sqrt(count), (mean - c).unsqueeze(1)], dim=1)  # S = Y^T Y + eps I
+            D = (left @ Y.mT) @ (Y if right is None else Y @ right)
+        gains = left if right is None else left @ right  # U U^T, or P: their traces and norms are the same
+        D = D + eps * gains
         D.diagonal(dim1=-2, dim2=-1).sub_(1)
-        drift = float((D * D.mT).sum().clamp(min=0) / size) ** 0.5
-        if w.tail > 0:
+        drift = float((D * D.mT).sum().clamp(min=0) / (groups * inputs)) ** 0.5
+        if whitening.tail > 0:
             return drift, None
         trace, square = (gains.diagonal(dim1=-2, dim2=-1).sum(-1), gains.square().sum((-1, -2)))
-        inputs = mean.shape[1]
-        first, second = inputs - w.eps * trace, inputs - 2 * w.eps * trace + w.eps**2 * square
-        chance = float((first.square() + second).sum().clamp(min=0) / (count * size)) ** 0.5
-    return drift, chance
+        first, second = inputs - eps * trace, inputs - 2 * eps * trace + eps**2 * square
+        return drift, float((first.square() + second).sum().clamp(min=0) / (count * groups * inputs)) ** 0.5
 
 
-def _as_in_the_formula(whitening: Whitening, like: Tensor) -> Whitening:
-    """The whitening with its U not scaled, in the precision of a tensor."""
-    w = whitening.map(lambda x: x.to(like.dtype))
-    return replace(w, U=w.U * w.scale, U_inv=None, scale=1.0) if w.U is not None else w
-
-
-def _damped(moments: Moments, w: Whitening) -> Tensor:
-    """S = E[(h - c)(h - c)^T] + eps I, shape (groups, in, in)."""
-    S = moments.covariance()
-    shift = moments.mean if w.c is None else moments.mean - w.c
-    S = S + shift.unsqueeze(2) * shift.unsqueeze(1)
-    S.diagonal(dim1=-2, dim2=-1).add_(w.eps)
-    return S
-
-
-def _gains(w: Whitening) -> Tensor:
-    """U U^T, or P in full."""
+def _factors(w: Whitening, like: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """U as in the formula, whatever its scale, and U^T, or P in full and None; and c, or zero. As precise as `like`."""
+    c = torch.zeros_like(like) if w.c is None else w.c.to(like)
     if w.U is not None:
-        return w.U @ w.U.mT
+        U = w.scale * w.U.to(like)
+        return U, U.mT, c
     assert w.P is not None
-    if w.tail == 0:
-        return w.P
-    P = -(w.P @ w.P.mT)
-    P.diagonal(dim1=-2, dim2=-1).add_(w.tail)
-    return P
+    identity = torch.eye(w.P.shape[1], dtype=like.dtype, device=like.device).expand(len(w.P), -1, -1)
+    return times_inverse(identity, w.P.to(like), w.tail), None, c
 
 
-def _times_gains(X: Tensor, w: Whitening) -> Tensor:
-    assert w.P is not None
-    return times_inverse(X, w.P, w.tail)
+def _about(c: Tensor, moments: Moments) -> Tensor:
+    """E[(h - c)(h - c)^T], shape (groups, in, in)."""
+    shift = moments.mean - c
+    return moments.covariance() + shift.unsqueeze(2) * shift.unsqueeze(1)
+
+
+def _descending(lam: Tensor) -> Tensor:
+    return lam.flatten().sort(descending=True).values

@@ -32,21 +32,19 @@ Callback = Callable[[nn.Module], Mapping[str, float]]
 class Row:
     """One layer at one update; `prong.analysis.conditioning` has the formulas. Without finite inputs, NaN or None.
 
-    The drift is 0 for the inputs that the whitening came from, with two exceptions: a `cutoff` (a thin P) takes small
-    variances for zero, and PRONG+ rescales after every update. Compare it there with that of the first row after a
-    refresh, as there is no `chance`.
-
     Attributes:
         update: which update's forward was looked at; the first is 1.
         layer: its name.
         inputs: how many inputs, over all groups. Where they are whitened in blocks, those alone are looked at.
         samples: rows looked at. With fewer than inputs, some eigenvalues are zero for want of samples.
-        eps: damping: the whitening's, or the monitor's own where there is none.
+        eps: damping: the whitening's, or what its optimizer's or the monitor's own comes to.
         spectrum: eigenvalues of the covariance Sigma (of E[h h^T] where nothing centres), largest first; empty if not
             kept.
         condition: (lam_max + eps) / (lam_min + eps).
         condition_undamped: lam_max / lam_min, at most 1 / floor.
         drift: ||U (Sigma + eps I) U^T - I||_F / sqrt(inputs), Sigma about the whitening's centre; None if not whitened.
+            It is 0 for the inputs that the whitening came from, but for a thin P (`cutoff`) and PRONG+: compare it
+            there with that of the first row after a refresh.
         chance: the drift that so few rows would show if nothing had changed, were they independent and normal. None
             with a thin P and with PRONG+.
         condition_whitened: the condition number of U (Sigma + eps I) U^T, what the optimizer sees.
@@ -124,7 +122,13 @@ class Monitor:
             raise ValueError(f"floor is a fraction of the largest eigenvalue between 0 and 1, got {floor}")
         if callback is not None and not callable(callback):
             raise TypeError(f"callback is a function of the model, got {type(callback).__name__}")
-        chosen = _choose(model, layers)
+        visible = {
+            name: module
+            for name, module in model.named_modules()
+            if (isinstance(module, WhitenedLayer) or plain_kind(module) is not None)
+            and not isinstance(module, NonDynamicallyQuantizableLinear)
+        }
+        chosen = fitting(visible, layers, f"layer to look at ({SUPPORTED})")
         self.model, self.optimizer = model, optimizer
         self.when, self.samples, self.window = when, samples, window
         self.damping, self.floor, self.whitened_condition, self.callback = damping, floor, whitened_condition, callback
@@ -135,7 +139,7 @@ class Monitor:
         self.updates = 0
         self._seen: dict[str, Seen] = {}
         self._handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(Listener(self, name), with_kwargs=True) for name, module in chosen.items()
+            visible[name].register_forward_pre_hook(Listener(self, name), with_kwargs=True) for name in chosen
         ]
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
@@ -221,10 +225,8 @@ class Monitor:
             return row
         drift, chance = drift_from_white(moments, w)
         rescaled = isinstance(options, Explicit) and options.plus
-        row = replace(row, drift=drift, chance=None if rescaled else chance)
-        if not self.whitened_condition:
-            return row
-        return replace(row, condition_whitened=condition_number(whitened_spectrum(moments, w)))
+        white = condition_number(whitened_spectrum(moments, w)) if self.whitened_condition else None
+        return replace(row, drift=drift, chance=None if rescaled else chance, condition_whitened=white)
 
 
 def _seen_as(module: nn.Module) -> Kind:
@@ -256,31 +258,17 @@ def _check_when(when: object, window: int) -> None:
             raise ValueError(f"a window of {window} updates does not fit between measurements at {one} and {other}")
 
 
-def _choose(model: nn.Module, layers: str | Iterable[str] | None) -> dict[str, nn.Module]:
-    """The modules whose inputs can be seen, or those of them that are asked for."""
-    visible = {
-        name: module
-        for name, module in model.named_modules()
-        if (isinstance(module, WhitenedLayer) or plain_kind(module) is not None)
-        and not isinstance(module, NonDynamicallyQuantizableLinear)
-    }
-    return {name: visible[name] for name in fitting(visible, layers, f"layer to look at ({SUPPORTED})")}
-
-
 def _numbers(callback: Callback, model: nn.Module) -> dict[str, float]:
     with aside(model):
         found = callback(model)
     if not isinstance(found, Mapping):
         raise TypeError(f"the monitor's callback returns a dict of numbers, got {type(found).__name__}")
-    return {str(name): _number(name, value) for name, value in found.items()}
-
-
-def _number(name: object, value: object) -> float:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if not isinstance(value, Real):
-        raise TypeError(f"the monitor's callback returns numbers by name, but {name!r} is a {type(value).__name__}")
-    return float(value)
+    numbers = {name: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for name, x in found.items()}
+    for name, value in numbers.items():
+        if not isinstance(value, Real):
+            kind = type(value).__name__
+            raise TypeError(f"the monitor's callback returns numbers by name, but {name!r} is a {kind}")
+    return {str(name): float(value) for name, value in numbers.items()}
 
 
 def _plain(value: Any) -> Any:

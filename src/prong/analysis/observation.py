@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,19 +18,13 @@ from prong.layers.base import Inputs
 MIXERS = (2654435769, 2246822507, 3266489909)
 
 
-class Observer(Protocol):
-    """Who wants to see inputs, while `listening`."""
-
-    listening: bool
-
-    def look(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See what a module is called with."""
-
-
 class Listener:
-    """A layer's forward pre-hook; in a copy of the model it does nothing."""
+    """A layer's forward pre-hook: while its observer is `listening`, shows it what the layer is called with.
 
-    def __init__(self, observer: Observer | None = None, name: str = "") -> None:
+    In a copy of the model it does nothing.
+    """
+
+    def __init__(self, observer: Any = None, name: str = "") -> None:
         self._observer, self._name = observer, name
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -40,7 +34,6 @@ class Listener:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # statistics are Python objects
     def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert self._observer is not None
         self._observer.look(self._name, module, args, kwargs)
 
     def __reduce__(self) -> tuple[type[Listener], tuple[()]]:
@@ -76,10 +69,7 @@ class Seen:
         keys = _mixed(torch.arange(self._passed, self._passed + total))
         self._passed += total
         self._zeros += inputs.zeros
-        if total > self._samples:
-            chosen = keys.topk(self._samples, largest=False).indices.sort().values
-        else:
-            chosen = torch.arange(total)
+        chosen = self._smallest(keys)
         if len(self._keys) >= self._samples:  # none above the largest key that counts will count
             chosen = chosen[keys[chosen] < self._keys.kthvalue(self._samples).values]
         if len(chosen) == 0:
@@ -89,11 +79,15 @@ class Seen:
         if len(self._keys) >= 2 * self._samples:
             self._drop()
 
+    def _smallest(self, keys: Tensor) -> Tensor:
+        """Where the smallest keys are, as many as count, in order."""
+        few = len(keys) <= self._samples
+        return torch.arange(len(keys)) if few else keys.topk(self._samples, largest=False).indices.sort().values
+
     def _drop(self) -> None:
         """Forget the rows that do not count any more."""
         if len(self._keys) > self._samples:
-            chosen = self._keys.topk(self._samples, largest=False).indices.sort().values
-            rows = torch.cat(self._kept, dim=1)
+            chosen, rows = self._smallest(self._keys), torch.cat(self._kept, dim=1)
             self._keys, self._kept = self._keys[chosen], [rows.index_select(1, chosen.to(rows.device))]
 
     def moments(self) -> Moments | None:
@@ -136,11 +130,8 @@ def patches(layer: Any, h: Tensor) -> Tensor:
     """What each output position of a convolution sees: (groups, positions, channels of a group, taps)."""
     dims = len(layer.kernel_size)
     h = h if h.dim() == dims + 2 else h.unsqueeze(0)
-    h = F.pad(
-        h,
-        layer._reversed_padding_repeated_twice,
-        mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode,
-    )
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    h = F.pad(h, layer._reversed_padding_repeated_twice, mode=mode)
     for i in range(dims):
         reach = layer.dilation[i] * (layer.kernel_size[i] - 1) + 1
         h = h.unfold(2 + i, reach, layer.stride[i])[..., :: layer.dilation[i]]

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from prong.analysis.fisher.operator import Operator
+from prong.analysis.fisher.matrices import Operator
 from prong.options import check_count
 
 FURTHER = 3  # steps for which an end must stay where it is
