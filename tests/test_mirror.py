@@ -258,8 +258,8 @@ def test_training_a_whitened_layer_is_dual_descent_in_every_row(basis, bias):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 3, bias=bias)).double()
     x, y = torch.randn(64, 5, dtype=DOUBLE) @ torch.randn(5, 5, dtype=DOUBLE) + 1, torch.randint(3, (64,))
-    prong.whiten_(model, form="explicit", basis=basis)
-    prong.refresh_(model, x, eps=0.1)
+    prong.whiten_(model, prong.Explicit(basis))
+    prong.refresh_(model, x, prong.Absolute(0.1))
     h = torch.cat([x, torch.ones(64, 1, dtype=DOUBLE)], dim=1) if bias else x
     start = as_rows(model[0].weight[None, :, None], model[0].bias[None] if bias else None)[0].detach()
     A = mirror.layer_factor(model[0].sites[0].whitening)[0]
@@ -274,13 +274,13 @@ def test_training_a_whitened_layer_is_dual_descent_in_every_row(basis, bias):
     assert_close(found.flatten(), expected)
 
 
-@pytest.mark.parametrize("form", ["implicit", "explicit"])
-def test_both_forms_of_a_net_walk_the_natural_path_of_their_blocks(form):
+@pytest.mark.parametrize("form", ["implicit", "explicit", "auto", "materialised"])
+def test_all_forms_of_a_net_walk_the_natural_path_of_their_blocks(form):
     """A net of three layers: F is block-diagonal, and every block is that of its layer."""
     model = mlp()
     data = batches(model, 1)[0]
     prong.whiten_(model, form="explicit")
-    prong.refresh_(model, data[0], eps=0.1)
+    prong.refresh_(model, data[0], prong.Absolute(0.1))
     factors = {name: mirror.layer_factor(model[int(name)].sites[0].whitening)[0] for name in ("0", "2", "4")}
     reference = prong.fold_(model)
     theta = {k: v.clone() for k, v in canonical(reference).items()}
@@ -296,9 +296,10 @@ def test_both_forms_of_a_net_walk_the_natural_path_of_their_blocks(form):
             theta[f"{name}.weight"] = theta[f"{name}.weight"] + step[:, :-1]
             theta[f"{name}.bias"] = theta[f"{name}.bias"] + step[:, -1]
     whitened = mlp()
-    prong.whiten_(whitened, form=form)
-    prong.refresh_(whitened, data[0], eps=0.1)
-    run(whitened, torch.optim.SGD(whitened.parameters(), lr=0.05), [data] * 4)
+    sgd = torch.optim.SGD(whitened.parameters(), lr=0.05)
+    prong.attach(whitened, sgd, form=form, refresh=prong.Never(), trust=None)
+    prong.refresh_(whitened, data[0], prong.Absolute(0.1))
+    run(whitened, sgd, [data] * 4)
     for name, expected in theta.items():
         assert_close(canonical(whitened)[name], expected)
 
@@ -340,5 +341,5 @@ def test_what_is_no_potential_is_refused():
         mirror.layer_factor(None)
     with pytest.raises(ValueError, match="P alone"):
         mirror.layer_factor(Whitening(None, 0.1, P=A[None]))
-    with pytest.raises(ValueError, match="at least one tap"):
+    with pytest.raises(ValueError, match="taps is at least 1"):
         mirror.layer_factor(Whitening(None, 0.1, U=A[None], U_inv=A[None]), taps=0)

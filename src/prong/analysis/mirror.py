@@ -54,16 +54,15 @@ def to_dual(theta: Tensor, A: Tensor) -> Tensor:
 def to_primal(omega: Tensor, A: Tensor) -> Tensor:
     """The gradient of psi*: theta = A^-1 omega, the inverse of `to_dual`."""
     _check(A, omega)
-    solved: Tensor = torch.cholesky_solve(omega.unsqueeze(-1), _cholesky(A)).squeeze(-1)
-    return solved
+    L, info = torch.linalg.cholesky_ex(A)
+    if info.item() > 0:
+        raise ValueError(_NOT_DEFINITE.format(f"its leading minor of size {info.item()} is not"))
+    theta: Tensor = torch.cholesky_solve(omega.unsqueeze(-1), L).squeeze(-1)
+    return theta
 
 
 def square_root(F: Tensor) -> Tensor:
-    """The symmetric positive definite F^1/2, shape (n, n).
-
-    Raises:
-        ValueError: F is not symmetric positive definite.
-    """
+    """The symmetric positive definite F^1/2; others are refused."""
     _check(F)
     lam, E = torch.linalg.eigh(F)
     if not lam[0] > 0:
@@ -117,23 +116,22 @@ def layer_factor(whitening: Whitening, taps: int = 1) -> Tensor:
         A = [ U^-1   c ]        A A^T = F = [ Sigma + eps I + c c^T   c ]
             [  0     1 ]                    [         c^T             1 ]
 
-    F is the second moment of the inputs with a 1 appended, damped in the weights alone. Without a centre the last row
-    and column are absent. A kernel of several taps has U^-1 for each and the same c against all: F then takes
-    different positions of a patch to have nothing in common but their mean.
+    F is the second moment of the inputs with a 1 appended, damped in the weights alone (where U is not scaled). Without
+    a centre the last row and column are absent. A kernel of several taps has U^-1 for each and the same c against all:
+    F then takes different positions of a patch to have nothing in common but their mean.
 
     Shapes: A (groups, taps in + 1, taps in + 1), or (groups, taps in, taps in) without a centre.
 
     Raises:
         TypeError: no whitening, as before a layer's first refresh.
-        ValueError: the whitening has no U^-1, as that of an implicit layer, which needs no coordinates.
+        ValueError: the whitening has no U, as where natural gradients are all that is needed.
     """
     if not isinstance(whitening, Whitening):
         raise TypeError(f"expected a Whitening, which layers have from their first refresh on, got {whitening!r}")
-    if whitening.U_inv is None:
-        raise ValueError("this whitening has P alone; whiten with a basis, or the layer with form='explicit'")
-    if taps < 1:
-        raise ValueError(f"a kernel has at least one tap, got {taps}")
-    U_inv, c = whitening.U_inv, whitening.c
+    if whitening.U is None:
+        raise ValueError('this whitening has P alone; whiten with form="explicit" or form="materialised"')
+    check_count("taps", taps, 1)
+    U_inv, c = whitening.inverse(), whitening.c
     blocks = torch.kron(torch.eye(taps, dtype=U_inv.dtype, device=U_inv.device), U_inv.contiguous())
     if c is None:
         return blocks
@@ -158,11 +156,3 @@ def _check(A: Tensor, x: Tensor | None = None) -> None:
         )
     if x is not None and x.shape != A.shape[:1]:
         raise ValueError(f"expected a vector of {A.shape[0]} entries for this matrix, got shape {tuple(x.shape)}")
-
-
-def _cholesky(A: Tensor) -> Tensor:
-    L, info = torch.linalg.cholesky_ex(A)
-    if info.item() > 0:
-        raise ValueError(_NOT_DEFINITE.format(f"its leading minor of size {info.item()} is not"))
-    factor: Tensor = L
-    return factor
