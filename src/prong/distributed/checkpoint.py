@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import io
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from prong.distributed.sharding import is_sharded, local, spread_like
+
+WHITENED = ("V", "d")
 
 
 class Checkpoint:
@@ -15,8 +21,8 @@ class Checkpoint:
 
         dcp.save({"model": model, "optimizer": prong.distributed.Checkpoint(optimizer)}, checkpoint_id=folder)
 
-    Any number of ranks can load it. State is saved as it is sharded, under the names of its parameters; whitening,
-    windows and settings, which are the same for all, in one piece.
+    Any number of ranks can load it. State is saved as it is sharded, under the names of its parameters, and so are V
+    and d of sharded parameters; whitening, windows and settings, which are the same for all, in one piece.
 
     Args:
         optimizer: the optimizer to save or to load into, of `prong.attach` or one of ours.
@@ -24,19 +30,26 @@ class Checkpoint:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
+        self._refresher = optimizer._prong.refresher  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, after the workers have made it the same for all of them; every rank calls this."""
-        self.optimizer._prong.refresher.synchronize()  # type: ignore[attr-defined]
-        state = self.optimizer.state_dict()
+        self._refresher.synchronize()
+        rest = self.optimizer.state_dict()
+        tensors: dict[str, Tensor] = {}
+        numbers: dict[str, dict[str, Any]] = {}
+        for name, p, group in self._parameters():
+            for key, value in {**self._blank(p, group), **self.optimizer.state.get(p, {})}.items():
+                if isinstance(value, Tensor):
+                    tensors[f"{name}/{key}"] = value
+                else:
+                    numbers.setdefault(name, {})[key] = value
+        for site, key, name, p, held in self._spread():
+            tensors[f"{name}/{key}"] = spread_like(held.clone(), p)
+            rest["prong"]["layers"][site][key] = None
+        names = [name for name, _, _ in self._parameters()]
         buffer = io.BytesIO()
-        torch.save({key: value for key, value in state.items() if key != "state"}, buffer)
-        tensors = {
-            f"{name}/{key}": value
-            for name, p in self._parameters()
-            for key, value in {**self._blank(p), **self.optimizer.state.get(p, {})}.items()
-            if isinstance(value, Tensor)
-        }
+        torch.save({**rest, "state": numbers, "names": names}, buffer)
         return {"state": tensors, "rest": buffer.getvalue()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -45,25 +58,48 @@ class Checkpoint:
         Raises:
             ValueError: a state of another model or optimizer.
         """
-        device = next(p.device for _, p in self._parameters())
+        device = next(p.device for _, p, _ in self._parameters())
         rest = torch.load(io.BytesIO(state_dict["rest"]), map_location=device, weights_only=True)
-        names = [name for group in rest["param_groups"] for name in group["param_names"]]
-        indices = [index for group in rest["param_groups"] for index in group["params"]]
-        by_index: dict[int, dict[str, Tensor]] = {}
+        names, numbers = rest.pop("names"), rest.pop("state")
+        indices = dict(zip(names, [i for group in rest["param_groups"] for i in group["params"]], strict=True))
+        by_index = {indices[name]: values for name, values in numbers.items()}
         for path, value in state_dict["state"].items():
             name, _, key = path.rpartition("/")
-            if name in names:
-                by_index.setdefault(indices[names.index(name)], {})[key] = value
+            if name in indices and key not in WHITENED:
+                by_index.setdefault(indices[name], {})[key] = value
+        for site, key, name, _, _ in self._spread():
+            if site in rest["prong"]["layers"]:
+                saved = rest["prong"]["layers"][site]
+                saved[key] = local(state_dict["state"][f"{name}/{key}"])
+                saved["written"] = self._refresher.sites[site][0].written()  # of the model, which is loaded before
         self.optimizer.load_state_dict({"state": by_index, **rest})
 
-    def _parameters(self) -> list[tuple[str, Tensor]]:
-        groups = self.optimizer.param_groups
-        return [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
+    def _parameters(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+        """Names, parameters and their groups, in the optimizer's order."""
+        names = {id(p): name for name, p in self._refresher.model.named_parameters()}
+        pairs = [(p, group) for group in self.optimizer.param_groups for p in group["params"]]
+        for number, (p, group) in enumerate(pairs):
+            yield names.get(id(p), f"outside.{number}"), p, group
 
-    def _blank(self, parameter: Tensor) -> dict[str, Tensor]:
-        """State before the first update: a rank that loads has none yet, and zeros are what optimizers begin with."""
-        rule = getattr(self.optimizer, "rule_of", lambda p: type(self.optimizer))(parameter)
-        if issubclass(rule, torch.optim.Adam):
-            zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-            return {"step": torch.tensor(0.0), **zeros}
-        return {"momentum_buffer": torch.zeros_like(parameter)}
+    def _spread(self) -> Iterator[tuple[str, str, str, Tensor, Tensor]]:
+        """Sites, "V" or "d", names and parameters for which they stand, and what this worker has of them."""
+        names = {id(p): name for name, p in self._refresher.model.named_parameters()}
+        for site_name, (layer, site) in self._refresher.sites.items():
+            held = layer.coordinates(site)
+            for key, p, value in zip(WHITENED, layer.pair(site), held or (), strict=False):
+                if p is not None and value is not None and is_sharded(p):
+                    yield site_name, key, names[id(p)], p, value
+
+    def _blank(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """State before the first update, which a rank that loads has none of yet: zeros where a step leaves tensors."""
+        if self.optimizer.state.get(parameter):
+            return {}
+        rule = getattr(self.optimizer, "_parts", {}).get(group.get("rule"), self.optimizer)
+        twin = object.__new__(type(rule))
+        zeros = torch.zeros_like(parameter).requires_grad_(True)
+        zeros.grad = torch.zeros_like(parameter)
+        hooks = dict.fromkeys(("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"), OrderedDict[int, Any]())
+        twin.__dict__ |= {**rule.__dict__, **hooks, "state": defaultdict(dict)}
+        twin.param_groups = [{**group, "params": [zeros]}]
+        type(rule).step(twin)
+        return {key: torch.zeros_like(x) for key, x in twin.state[zeros].items() if isinstance(x, Tensor)}
