@@ -16,7 +16,7 @@ from prong.model.whiten import whitened_layers
 from tests.cases import assert_close
 from tests.training import batches, canonical, mlp, run
 
-UPDATES = 24
+UPDATES = 16
 OURS = (prong.PRONG, prong.AdamW, prong.Muon)
 FORMED = [(make, form) for make in OURS for form in ("auto", "explicit")] + [(prong.PRONG, "implicit")]
 
