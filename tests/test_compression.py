@@ -21,9 +21,8 @@ from prong.analysis.spectral.allocation import (
     total_error,
     total_parameters,
 )
-from prong.analysis.spectral.low_rank import expected_error, factors, rank_inputs, rank_outputs
 from prong.analysis.spectral.probing import Probe
-from prong.analysis.spectral.replacement import Subject
+from prong.analysis.spectral.replacement import Subject, expected_error, factors, rank_inputs, rank_outputs
 from tests.cases import LayerSpec, assert_close, assert_identical, conv_specs
 from tests.training import attentive, batches, convnet, mlp, run
 

@@ -417,10 +417,9 @@ def test_rows_looked_at_are_spread_evenly_whatever_calls_they_come_in(sizes, sam
         seen = seeing(layer, samples)
         for part in rows.split(parts, dim=1):
             seen.add(Inputs(part, 0.0, 1))
-            assert sum(x.shape[1] for x in seen._kept) < 2 * samples
-        seen._drop()
-        assert seen.rows == min(sum(parts), samples)
-        return torch.cat(seen._kept, 1).flatten()
+            assert seen.kept.shape[1] == len(seen) <= samples
+        assert len(seen) == min(sum(parts), samples)
+        return seen.kept.flatten()
 
     assert_close(kept(sizes), kept([total]))
 
@@ -433,8 +432,7 @@ def test_rows_looked_at_are_spread_over_calls_and_over_places_in_them_whatever_t
     for call in range(calls):
         place = torch.arange(float(size))
         seen.add(Inputs(torch.stack([torch.full_like(place, call), place], 1)[None], 0.0, size))
-    seen._drop()
-    call, place = torch.cat(seen._kept, 1)[0].long().unbind(1)
+    call, place = seen.kept[0].long().unbind(1)
     by_call = call.div(5, rounding_mode="floor").bincount(minlength=8)
     by_place = (8 * place).div(size, rounding_mode="floor").bincount(minlength=8)
     for counts in (by_call, by_place):

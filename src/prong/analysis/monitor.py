@@ -70,9 +70,8 @@ class Monitor:
             train()
         json.dumps(monitor.to_dicts())
 
-    Training is not changed by a bit: inputs are looked at as they pass, and random state is left alone. The model may
-    be whitened in any form, wholly, partly or not at all. Layers are seen when they are called in training mode;
-    attention's output projection never is.
+    Training is not changed by a bit. The model may be whitened in any form, wholly, partly or not at all. Layers are
+    seen when they are called in training mode; attention's output projection never is.
 
     Args:
         model: the model that is trained.
@@ -130,18 +129,18 @@ class Monitor:
         }
         chosen = fitting(visible, layers, f"layer to look at ({SUPPORTED})")
         self.model, self.optimizer = model, optimizer
-        self.when, self.samples, self.window = when, samples, window
-        self.damping, self.floor, self.whitened_condition, self.callback = damping, floor, whitened_condition, callback
-        self.keep_spectrum = keep_spectrum
+        self.when, self.samples, self.window, self.callback = when, samples, window, callback
+        self.damping, self.floor = damping, floor
+        self.whitened_condition, self.keep_spectrum = whitened_condition, keep_spectrum
         self.rows: list[Row] = []
         self.numbers: list[dict[str, float]] = []
         self.listening = False  # whether the update under way is looked at; compiled models are guarded by it
         self.updates = 0
         self._seen: dict[str, Seen] = {}
         self._handles: list[RemovableHandle] = [
-            visible[name].register_forward_pre_hook(Listener(self, name), with_kwargs=True) for name in chosen
+            optimizer.register_step_post_hook(self._after_step),
+            *(visible[name].register_forward_pre_hook(Listener(self, name), with_kwargs=True) for name in chosen),
         ]
-        self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """The rows as dicts of plain values, for JSON, which has no NaN and no infinity: they are None."""
@@ -199,7 +198,7 @@ class Monitor:
         self.updates += 1
         if self._is_chosen(self.updates):
             with torch.inference_mode(False), torch.no_grad():
-                self.rows.extend(self._measure(name, seen) for name, seen in self._seen.items() if seen.rows)
+                self.rows.extend(self._measure(name, seen) for name, seen in self._seen.items() if len(seen))
             if self.callback is not None:
                 self.numbers.append({"update": self.updates, **_numbers(self.callback, self.model)})
         if self._is_chosen(self.updates) or not self.listening:
@@ -207,7 +206,7 @@ class Monitor:
 
     def _measure(self, name: str, seen: Seen) -> Row:
         w, moments, channels = seen.whitening, seen.moments(), seen.layout.channels
-        row = Row(self.updates, name, channels, seen.rows, math.nan if w is None else w.eps, (), math.nan, math.nan)
+        row = Row(self.updates, name, channels, len(seen), math.nan if w is None else w.eps, (), math.nan, math.nan)
         if moments is None:
             return row
         owner, options = seen.layer.owner, seen.layer.options

@@ -48,57 +48,37 @@ class Seen:
     """
 
     def __init__(self, layer: Kind, site: Site, samples: int) -> None:
-        self.layer, self.site, self.layout = layer, site, site.layout
+        self.layer, self.layout, self.samples = layer, site.layout, samples
         self.whitening: Whitening | None = None
         self.centred = True
         self._empty: Moments = site.new_window(layer.pair(site)[0]).moments
-        self._samples = samples
         self._keys = torch.zeros(0, dtype=torch.int64)
-        self._kept: list[Tensor] = []  # parts (groups, rows, in), in the order of the keys
-        self._passed = 0
-        self._zeros = 0.0
+        self.kept: Tensor | None = None  # (groups, rows, in), in the order in which they passed
+        self._passed, self._zeros = 0, 0.0
 
-    @property
-    def rows(self) -> int:
-        """How many rows count."""
-        return min(len(self._keys), self._samples)
+    def __len__(self) -> int:
+        return len(self._keys)
 
     def add(self, inputs: Inputs) -> None:
-        """Let rows and padded zeros pass, and keep copies of some rows."""
-        total = inputs.rows.shape[1]
-        keys = _mixed(torch.arange(self._passed, self._passed + total))
-        self._passed += total
-        self._zeros += inputs.zeros
-        chosen = self._smallest(keys)
-        if len(self._keys) >= self._samples:  # none above the largest key that counts will count
-            chosen = chosen[keys[chosen] < self._keys.kthvalue(self._samples).values]
-        if len(chosen) == 0:
-            return
-        self._keys = torch.cat([self._keys, keys[chosen]])
-        self._kept.append(inputs.rows.index_select(1, chosen.to(inputs.rows.device)))
-        if len(self._keys) >= 2 * self._samples:
-            self._drop()
-
-    def _smallest(self, keys: Tensor) -> Tensor:
-        """Where the smallest keys are, as many as count, in order."""
-        few = len(keys) <= self._samples
-        return torch.arange(len(keys)) if few else keys.topk(self._samples, largest=False).indices.sort().values
-
-    def _drop(self) -> None:
-        """Forget the rows that do not count any more."""
-        if len(self._keys) > self._samples:
-            chosen, rows = self._smallest(self._keys), torch.cat(self._kept, dim=1)
-            self._keys, self._kept = self._keys[chosen], [rows.index_select(1, chosen.to(rows.device))]
+        """Let rows and padded zeros pass, and keep copies of those that count."""
+        known, total = len(self._keys), inputs.rows.shape[1]
+        keys = torch.cat([self._keys, _mixed(torch.arange(self._passed, self._passed + total))])
+        self._passed, self._zeros = self._passed + total, self._zeros + inputs.zeros
+        chosen = keys.topk(min(len(keys), self.samples), largest=False).indices.sort().values
+        rows = inputs.rows.index_select(1, (chosen[chosen >= known] - known).to(inputs.rows.device))
+        if self.kept is not None:
+            rows = torch.cat([self.kept.index_select(1, chosen[chosen < known].to(rows.device)), rows], dim=1)
+        self._keys, self.kept = keys[chosen], rows
 
     def moments(self) -> Moments | None:
         """Those of the rows kept, and of padded zeros in proportion; None if they are not finite."""
-        self._drop()
+        assert self.kept is not None
         moments = self._empty.empty()
         try:
-            moments.add(torch.cat(self._kept, dim=1))
+            moments.add(self.kept)
         except FloatingPointError:  # a monitor tells of divergence; to stop is for the training
             return None
-        moments.add_zeros(self._zeros * self.rows / self._passed)
+        moments.add_zeros(self._zeros * len(self) / self._passed)
         return moments
 
 

@@ -39,7 +39,7 @@ def compress(
         small, report = prong.spectral.compress(model, loader, parameters=0.5)
 
     A linear layer becomes two, with `rank` units in between: the best such pair in expected squared error of its
-    outputs on its own inputs (`prong.spectral.low_rank.rank_outputs` has the proof), the mean of what is lost
+    outputs on its own inputs (`rank_outputs` has the proof), the mean of what is lost
     going into the bias. A convolution becomes one to few maps and a 1 x 1 one to all outputs, or a 1 x 1 one to few
     maps and one from these, whichever loses less for its size. Layers for which two would be no smaller than one stay
     as they are. The result is made of plain torch layers, in training or eval mode as the given ones. Everything is
