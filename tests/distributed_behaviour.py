@@ -345,6 +345,23 @@ def whitenings_are_the_same_bits(place: Place) -> dict[str, Tensor]:
     return found
 
 
+def what_rounding_has_parted_a_refresh_joins(place: Place) -> dict[str, Tensor]:
+    """Ranks that compute steps with other last bits (other devices, other numbers of threads) do not drift apart."""
+    found = {}
+    for kind in (prong.PRONG, prong.AdamW, prong.Muon):
+        model, whole, optimizer = ddp(kind)
+        data = batches(model, 17, SIZE)
+        updates(whole, optimizer, data[:15], place)
+        with torch.no_grad():
+            for parameter in (layer.pair(site)[0] for layer, site in whitened_sites(model).values()):
+                parameter.mul_(1 + 1e-14 * place.rank)
+                for state in optimizer.state[parameter].values():
+                    state.mul_(1 + (1e-14 * place.rank if state.dim() else 0))
+        updates(whole, optimizer, data[15:], place)  # of which the first ends with a refresh
+        found |= {f"{kind.__name__}.{name}": x for name, x in canonical(model).items()}
+    return found
+
+
 def gradients_are_whitened_to_the_same_bits(place: Place) -> dict[str, Tensor]:
     """Also where a matrix is laid out otherwise by the rank that computed it."""
     torch.manual_seed(0)
@@ -450,6 +467,7 @@ BEHAVIOUR: dict[str, Callable[[Place], Any]] = {
         states_agree,
         rank_zeros_own_state_is_sound,
         whitenings_are_the_same_bits,
+        what_rounding_has_parted_a_refresh_joins,
         gradients_are_whitened_to_the_same_bits,
         nobody_keeps_the_wrapper,
         factorisations_are_shared_out,

@@ -28,7 +28,7 @@ THREE = prong.Every(32, samples=64, growth=None)  # refreshes after updates 32, 
 EARLY = prong.Every(32, samples=64)  # and before the first, and after 1, 2, 4, 8 and 16
 EMPIRICAL = prong.WhitenOutputs("empirical")
 PLUS = prong.Explicit(plus=True)
-ROUGH = partial(prong.AdamW, eps=1e-5)  # biases of keys have no gradient but rounding errors, which are not to be scaled
+ROUGH = partial(prong.AdamW, eps=1e-5)  # biases of keys have no gradient but rounding errors, not to be scaled
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,8 @@ def in_groups(place: Place) -> dict[str, Tensor]:
     return canonical(model)
 
 
-def joined(place: Place, **options: Any) -> dict[str, Tensor]:
-    """Who has the second half of every batch runs out early; in the end all go on together."""
+def joined(place: Place, early: int = 1, **options: Any) -> dict[str, Tensor]:
+    """Who has this half of every batch, the first or the second, runs out early; in the end all go on together."""
     model = mlp()
     data = batches(model, UPDATES, SIZE)
     whole = place.wrapped(model)
@@ -199,10 +199,11 @@ def joined(place: Place, **options: Any) -> dict[str, Tensor]:
         updates(whole, optimizer, data[:50], place)
         for x, y in data[50:90]:
             optimizer.zero_grad()
-            (F.cross_entropy(model(x[: SIZE // 2]), y[: SIZE // 2]) / 2).backward()
+            half = slice(0, SIZE // 2) if early == 1 else slice(SIZE // 2, SIZE)
+            (F.cross_entropy(model(x[half]), y[half]) / 2).backward()
             optimizer.step()
     else:
-        mine = data[:90] if 2 * place.rank < place.size else data[:50]
+        mine = data[:50] if 2 * place.rank // place.size == early else data[:90]
         with Join([whole, optimizer]):
             updates(whole, optimizer, mine, place)
     updates(whole, optimizer, data[90:], place)
@@ -358,6 +359,7 @@ SCENARIOS: dict[str, Callable[[Place], dict[str, Tensor]]] = {
     "initialize_": initialized,
     "sub-groups": in_groups,
     "joined": joined,
+    "joined, rank 0 runs out": lambda place: joined(place, early=0),
     "joined, ema": lambda place: joined(place, source="ema"),
     "joined, lag": lambda place: joined(place, lag=5),
     "resumed": resumed,
@@ -408,7 +410,7 @@ CORE = (
     "refresh_",
     "initialize_",
     "sub-groups",
-    "joined",
+    "joined, rank 0 runs out",
     "resumed",
     "resumed by half of the ranks, AdamW",
     "sharded",

@@ -49,7 +49,7 @@ class Consent:
         """
         if self.errors is None:
             return
-        if _joined(self._model()) and not _joined(self._optimizer()):
+        if joined(self._model()) and not joined(self._optimizer()):
             raise RuntimeError(
                 "the optimizer's workers exchange statistics too: instead of model.join() use "
                 "torch.distributed.algorithms.Join([model, optimizer]), with an optimizer of prong's own"
@@ -61,5 +61,6 @@ class Consent:
             self._workers.meet(None, first)
 
 
-def _joined(x: object) -> bool:
+def joined(x: object) -> bool:
+    """Whether workers may run out of data before others, who then go on without them."""
     return isinstance(x, Joinable) and bool(x._join_config.enable)

@@ -15,6 +15,7 @@ from prong.core.coordinates import Transition, natural_gradient
 from prong.core.moments import Moments
 from prong.core.precision import accumulation_dtype
 from prong.core.whitening import Whitening
+from prong.distributed.consent import joined
 from prong.distributed.reduction import Reduction
 from prong.distributed.sharding import is_sharded, local, rows_of, whole
 from prong.distributed.workers import ALONE, Workers, unwrapped
@@ -156,7 +157,8 @@ def assign_(
 
     With `gradients`, those that wait for a step are carried over too. All workers take what the first has computed:
     products of the same matrices may differ in their last bits, and nothing would ever bring parameters together again.
-    Of what is spread over workers, each computes its own part.
+    So they do with parameters whose natural gradients each makes by itself. Of what is spread over workers, each
+    computes its own part.
     """
     updates: list[Update] = []
     shared: list[Tensor] = []  # values that all workers have
@@ -172,6 +174,8 @@ def assign_(
             updates += _naturalized(layer, site, new)
         held = layer.coordinates(site)
         if held is None:
+            if isinstance(layer, Plain) and optimizer is not None and not (workers.alone or is_sharded(weight)):
+                updates += [] if joined(optimizer) else _as_they_are(optimizer, layer, site)
             shared += [] if is_sharded(weight) else [value for _, value in updates[begin:]]
             continue
         like = local(weight.detach()).to(accumulation_dtype(weight.dtype))
@@ -205,6 +209,14 @@ def assign_(
     if optimizer is not None:
         for layer, site in resets:
             reset_state(optimizer, layer, site)
+
+
+def _as_they_are(optimizer: Optimizer, layer: Plain, site: Site) -> list[Update]:
+    """A site's parameters and their state with the values that they have."""
+    pair = [p.detach() for p in layer.pair(site) if p is not None]
+    state = [x for p in layer.pair(site) if p is not None for x in optimizer.state.get(p, {}).values()]
+    parts = [site.part(x) for x in (*pair, *state) if isinstance(x, Tensor) and x.dim() > 0]
+    return [(part, part.clone()) for part in parts if part is not None]
 
 
 def _naturalized(layer: Implicit, site: Site, new: Whitening) -> list[Update]:
