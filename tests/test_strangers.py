@@ -348,3 +348,13 @@ def test_whitening_of_outputs_does_not_explode_where_their_gradients_vanish(sour
     assert all(torch.isfinite(loss) for loss in losses)
     assert sum(losses[-4:]) < sum(losses[:4])
     assert trust is None or (model[0].weight - start).norm() < 10 * start.norm()
+
+
+@pytest.mark.parametrize("make", [prong.AdamW, prong.Muon])
+def test_a_loss_that_is_not_finite_is_told_as_what_it_is(make):
+    model, data = mlp(), batches(mlp(), 2)
+    optimizer = make(model, 1e-2)
+    with pytest.raises(FloatingPointError, match="layer '0': .* not finite any more. Look at the loss .* lower lr"):
+        run(model, optimizer, data[:1])
+        (model(data[1][0]).sum() * float("nan")).backward()
+        optimizer.step()

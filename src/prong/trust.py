@@ -120,7 +120,7 @@ class Trust:
 
 def _reach(group: dict[str, Any]) -> float:
     """How far a gradient moves parameters that it is added to the momentum of, over all steps to come."""
-    return float(group["lr"]) * (1 - group.get("dampening", 0.0)) / max(1 - float(group["momentum"]), 1e-3)
+    return float(group["lr"]) * (1 - float(group.get("dampening", 0.0))) / max(1 - float(group["momentum"]), 1e-3)
 
 
 def _units(site: Site, tensor: Tensor | None) -> Tensor | None:

@@ -194,9 +194,14 @@ def assign_(
     with workers.together() if len(shared) < len(updates) else nullcontext():
         for name, planned in checks:
             if not all(torch.isfinite(value).all() for _, value in planned):
+                were_finite = all(torch.isfinite(target).all() for target, _ in planned)
                 raise FloatingPointError(
                     f"layer {name!r}: its parameters or optimizer state would not be finite in the new coordinates. "
                     "Nothing was changed; a larger damping helps."
+                    if were_finite
+                    else f"layer {name!r}: its parameters or optimizer state are not finite any more. Look at the loss "
+                    "and the learning rate (a lower lr, a larger damping; a loss that sums over examples wants a lower "
+                    "lr, too)."
                 )
     for target, value in updates:
         target.copy_(value)
