@@ -1,4 +1,4 @@
-"""period="auto": layers are refreshed when their inputs have drifted, each on its own; lag: in another thread."""
+"""prong.OnDrift: layers are refreshed when their inputs have drifted, each on its own; lag: in another thread."""
 
 from __future__ import annotations
 
@@ -14,17 +14,30 @@ import torch.nn.functional as F
 from torch import nn
 
 import prong
+from prong.core.coordinates import whitened_rows
 from prong.core.moments import Moments
 from prong.core.whitening import Whitening, whiten
-from prong.distributed import sharing
+from prong.layers.base import Inputs
 from prong.model.estimate import estimate
 from prong.model.whiten import whitened_sites
+from prong.refresh import factorise
 from prong.refresh.apply import whitenings_of
-from prong.refresh.drift import ENOUGH, EVERY, FIRST, TOLERANCE, Drift, whitened_rows
-from prong.refresh.factorise import factorise, requests_of
-from tests.training import attentive, batches, canonical, mlp, run, tensors
+from prong.refresh.drift import ENOUGH, EVERY, FIRST, TOLERANCE, Drift
+from prong.refresh.plus import spread_of
+from tests.training import (
+    DOUBLE,
+    FORMS,
+    OPTIMIZERS,
+    attentive,
+    batches,
+    mlp,
+    refresher_of,
+    resume,
+    run,
+    site_of,
+)
 
-DOUBLE = torch.float64
+forms = pytest.mark.parametrize("form", FORMS)
 EXACT = {"rtol": 0.0, "atol": 0.0}
 
 
@@ -44,10 +57,8 @@ def measured(rows: torch.Tensor, times: int = ENOUGH, basis: str | None = None) 
     m.add(sample(4000))
     w = whiten(m, 0.01, basis)
     drift = Drift()
-    for part in sample(FIRST * 200, seed=1).chunk(FIRST, dim=1):
-        drift.add(part, w)
-    for part in rows.chunk(times, dim=1):
-        drift.add(part, w)
+    for part in (*sample(FIRST * 200, seed=1).chunk(FIRST, dim=1), *rows.chunk(times, dim=1)):
+        drift.see(Inputs(part, 0.0, part.shape[1]), w)
     return drift.value()
 
 
@@ -78,7 +89,7 @@ def test_dead_inputs_do_not_drift():
     m.add(rows)
     drift = Drift()
     for _ in range(FIRST + ENOUGH):
-        drift.add(rows, whiten(m, 0.1))
+        drift.see(Inputs(rows, 0.0, 600), whiten(m, 0.1))
     assert drift.value() < 0.1
 
 
@@ -87,49 +98,51 @@ def test_dead_inputs_do_not_drift():
 
 def refreshed_at(model: nn.Module, optimizer, data) -> dict[str, list[int]]:
     """After which updates each site got a new whitening."""
-    times: dict[str, list[int]] = {name: [] for name in optimizer.refresher.sites}
+    refresher = refresher_of(optimizer)
+    times: dict[str, list[int]] = {name: [] for name in refresher.sites}
     for x, y in data:
-        before = {name: site.whitening for name, (_, site) in optimizer.refresher.sites.items()}
+        before = {name: site.whitening for name, (_, site) in refresher.sites.items()}
         run(model, optimizer, [(x, y)])
-        for name, (_, site) in optimizer.refresher.sites.items():
+        for name, (_, site) in refresher.sites.items():
             if site.whitening is not before[name]:
-                times[name].append(optimizer.refresher.updates)
+                times[name].append(refresher.updates)
     return times
 
 
-@pytest.mark.parametrize("form", ["implicit", "explicit"])
+@forms
 def test_layers_are_refreshed_when_and_only_when_their_inputs_drift(form):
     model = mlp()
-    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=64, form=form)
+    optimizer = prong.PRONG(model, 0.0, form=form, refresh=prong.OnDrift(samples=64))
     data = batches(model, 1)[0]
     torch.manual_seed(0)
     still = [(torch.randn_like(data[0]), data[1]) for _ in range(12 * EVERY)]
     times = refreshed_at(model, optimizer, still)
     assert all(t == [1, 2, 4] for t in times.values()), "the first ones, until a window was full; nothing moves at lr 0"
-    assert optimizer.refresher.next_refresh() is None
+    assert refresher_of(optimizer).next_refresh() is None
     moved = [(x * 3, y) for x, y in still]
     times = refreshed_at(model, optimizer, moved)
     assert len(times["0"]) == 1 or len(times["0"]) == 2
     after = refreshed_at(model, optimizer, moved)
     assert after["0"] == [], "white again"
-    if form == "implicit":
-        variance = 9 * torch.cat([x for x, _ in still]).var()
-        assert 0.5 < model[0].sites[0].whitening.P[0].diagonal().mean() * (variance + 0.1) < 2
+    whitening, variance = site_of(model).whitening, 9 * torch.cat([x for x, _ in still]).var()
+    P = whitening.U.mT @ whitening.U if whitening.P is None else whitening.P
+    assert 0.5 < P[0].diagonal().mean() * (variance + whitening.eps) < 2
 
 
-def test_only_the_layer_that_drifted_is_refreshed():
+@forms
+def test_only_the_layer_that_drifted_is_refreshed(form):
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]).double()
-    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=64)
+    optimizer = prong.PRONG(model, 0.0, form=form, refresh=prong.OnDrift(samples=64))
     times: dict[int, list[int]] = {0: [], 1: []}
     for update in range(30 * EVERY):
-        before = [layer.sites[0].whitening for layer in model]
+        before = [site_of(model, name).whitening for name in "01"]
         first, second = torch.randn(2, 16, 4, dtype=DOUBLE)
         optimizer.zero_grad()
         (model[0](first).square().mean() + model[1](second * (4 if update > 100 else 1)).square().mean()).backward()
         optimizer.step()
-        for i, layer in enumerate(model):
-            if layer.sites[0].whitening is not before[i]:
+        for i in (0, 1):
+            if site_of(model, str(i)).whitening is not before[i]:
                 times[i].append(update + 1)
     assert times[0] == [1, 2, 4] and times[1][:3] == [1, 2, 4]
     assert 1 <= len(times[1][3:]) <= 3 and all(t > 100 for t in times[1][3:])
@@ -138,7 +151,7 @@ def test_only_the_layer_that_drifted_is_refreshed():
 @pytest.mark.parametrize("source", ["window", "ema"])
 def test_inputs_that_go_on_growing_are_followed_whatever_the_source(source):
     model = mlp()
-    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=128, source=source)
+    optimizer = prong.PRONG(model, 0.0, refresh=prong.OnDrift(samples=128, source=source))
     growing = [(x * 1.03 ** max(0, i - 40), y) for i, (x, y) in enumerate(batches(model, 240))]
     times = refreshed_at(model, optimizer, growing)["0"]
     assert times[:4] == [1, 2, 4, 8], "until a window was full"
@@ -146,13 +159,15 @@ def test_inputs_that_go_on_growing_are_followed_whatever_the_source(source):
     assert all(later - earlier <= longest for earlier, later in pairwise([*times[3:], 240]))
 
 
-def test_the_output_projection_of_attention_is_refreshed_when_its_inputs_drift():
+@forms
+def test_the_output_projection_of_attention_is_refreshed_when_its_inputs_drift(form):
     model = attentive()
-    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=160)
+    optimizer = prong.PRONG(model, 0.0, form=form, refresh=prong.OnDrift(samples=160))
     data = batches(model, 1) * (12 * EVERY)
     run(model, optimizer, data)
-    with torch.no_grad():
-        model.attention.in_proj_weight[-6:] *= 3
+    weights = model.state_dict()
+    weights["attention.in_proj_weight"][-6:] *= 3
+    model.load_state_dict(weights)
     times = refreshed_at(model, optimizer, data)
     assert len(times["attention.out_proj"]) == 1
     assert times["attention.v"] == [], "what it sees has not moved"
@@ -162,10 +177,11 @@ def test_the_output_projection_of_attention_is_refreshed_when_its_inputs_drift()
 @pytest.mark.parametrize("updates", [EVERY, (FIRST + 1) * EVERY])
 def test_a_batch_that_is_dropped_does_not_blind_a_layer_to_later_drift(value, updates):
     model = mlp()
-    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=16)
+    optimizer = prong.PRONG(model, 0.0, refresh=prong.OnDrift(samples=16))
     x, y = batches(model, 1)[0]
     run(model, optimizer, [(x, y)] * (updates - 1))
-    assert model[0].sites[0].drift.listening and model[0].sites[0].inputs is None
+    site = site_of(model)
+    assert [tap.listening for tap in site.taps] == [True] and site.window is None
     model(x * value)  # and no step, as when a GradScaler skips it
     times = refreshed_at(model, optimizer, [(x, y)] * (12 * EVERY))
     assert times["0"] == []
@@ -178,7 +194,7 @@ def test_a_layer_that_saw_nothing_finite_since_its_refresh_asks_for_another():
     m = Moments(2, 8, DOUBLE)
     m.add(rows)
     for factor in [math.nan] * FIRST + [1.0] * ENOUGH:
-        drift.add(rows * factor, whiten(m, 0.1))
+        drift.see(Inputs(rows * factor, 0.0, 400), whiten(m, 0.1))
     assert drift.value() > TOLERANCE
 
 
@@ -188,9 +204,9 @@ def test_a_frozen_layer_waits_for_nobody_and_is_refreshed_once_it_is_trained(sou
     data = batches(model, 1) * 20
     model[2].requires_grad_(False)
     chosen = [x for x, _ in data] if source == "loader" else source
-    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=64, source=chosen)
-    assert refreshed_at(model, optimizer, data)["2"] == [] and model[2].sites[0].whitening is None
-    assert optimizer.refresher.next_refresh() is None
+    optimizer = prong.PRONG(model, 0.0, refresh=prong.OnDrift(samples=64, source=chosen))
+    assert refreshed_at(model, optimizer, data)["2"] == [] and site_of(model, "2").whitening is None
+    assert refresher_of(optimizer).next_refresh() is None
     model[2].requires_grad_(True)
     times = refreshed_at(model, optimizer, data)
     assert times["2"] == [{"window": 25, "ema": 25, "loader": 21}[source]], "with a window of its own, of four updates"
@@ -203,125 +219,96 @@ def test_a_layer_that_is_never_called_keeps_nobody_waiting(source):
     model[4].unused = nn.Linear(6, 4).double()
     data = batches(model, 1) * 20
     chosen = [x for x, _ in data] if source == "loader" else source
-    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=64, source=chosen)
+    optimizer = prong.PRONG(model, 0.0, refresh=prong.OnDrift(samples=64, source=chosen))
     times = refreshed_at(model, optimizer, data)
-    assert times["0"] == ([] if source == "loader" else [1, 2, 4]) and times["4.unused"] == []
-    assert optimizer.refresher.next_refresh() is None
+    assert times["0"] == ([1] if source == "loader" else [1, 2, 4]) and times["4.unused"] == []
+    assert refresher_of(optimizer).next_refresh() is None
 
 
 def test_a_refresh_by_hand_is_what_later_inputs_are_compared_with():
     model = mlp()
-    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=64)
+    optimizer = prong.PRONG(model, 0.0, refresh=prong.OnDrift(samples=64))
     x, y = batches(model, 1)[0]
     run(model, optimizer, [(x, y)] * (12 * EVERY))
-    prong.refresh_(model, 3 * x, eps=0.1)
+    prong.refresh_(model, 3 * x)
     assert refreshed_at(model, optimizer, [(3 * x, y)] * (12 * EVERY))["0"] == []
 
 
-AUTOMATIC = ({"period": "auto"}, {"period": 8, "lag": 3}, {"period": "auto", "lag": 2})
+REFRESHES = {
+    "drift": prong.OnDrift(samples=48),
+    "lag": prong.Every(8, samples=48, lag=3),
+    "drift, lag": prong.OnDrift(samples=48, lag=2),
+}
 
 
 def test_a_loader_is_asked_when_something_drifts():
     model = mlp()
     data = batches(model, 4)
     loader = [x for x, _ in data]
-    optimizer = prong.PRONG(model, 0.0, eps=0.1, period="auto", samples=64, source=loader)
+    optimizer = prong.PRONG(model, 0.0, refresh=prong.OnDrift(samples=64, source=loader))
     same = [(x, y) for x, y in data] * 30
-    assert all(t == [] for t in refreshed_at(model, optimizer, same[: 10 * EVERY]).values())
+    assert all(t == [1] for t in refreshed_at(model, optimizer, same[: 10 * EVERY]).values())
     loader[:] = [3 * x for x in loader]
     times = refreshed_at(model, optimizer, [(3 * x, y) for x, y in same[: 10 * EVERY]])
     assert len(times["0"]) >= 1
 
 
-@pytest.mark.parametrize(
-    ("form", "options"),
-    [
-        *[(form, options) for form in ("implicit", "explicit") for options in AUTOMATIC],
-        ("explicit", {"period": 8, "lag": 3, "plus": True}),
-    ],
-)
-def test_stopping_at_any_update_and_resuming_changes_nothing(form, options):
-    data = batches(mlp(), 40)
-    data = [(x * (1 + i / 10), y) for i, (x, y) in enumerate(data)]
-    make = lambda m: prong.PRONG(m, 0.01, eps=0.1, samples=48, form=form, **options)  # noqa: E731
-    whole = mlp()
-    optimizer = make(whole)
-    states = {}
-    for i, pair in enumerate(data):
-        if i in (3, 9, 17, 18, 19, 26):
-            states[i] = ({k: v.clone() for k, v in whole.state_dict().items()}, optimizer.state_dict())
-            states[i] = torch.load(_file(states[i]), weights_only=True)
-        run(whole, optimizer, [pair])
-    for i, (weights, state) in states.items():
-        model = mlp()
-        other = make(model)
-        model.load_state_dict(weights)
-        other.load_state_dict(state)
-        run(model, other, data[i:])
-        torch.testing.assert_close(canonical(model), canonical(whole), **EXACT)
-        torch.testing.assert_close(
-            tensors(other.state_dict()["prong"]), tensors(optimizer.state_dict()["prong"]), **EXACT
-        )
-
-
-def _file(state):
-    import io
-
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return buffer
+@pytest.mark.parametrize("refresh", REFRESHES.values(), ids=REFRESHES)
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_stopping_at_any_update_and_resuming_changes_nothing(make, refresh):
+    data = [(x * (1 + i / 10), y) for i, (x, y) in enumerate(batches(mlp(), 40))]
+    begin = lambda model: (model, make(model, 0.01, refresh=refresh))  # noqa: E731
+    resume(mlp, begin, data, [3, 9, 17, 18, 19, 26])
 
 
 # In another thread ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["implicit", "explicit"])
+@forms
 def test_a_refresh_with_a_lag_is_the_same_refresh_later(form, monkeypatch):
     threads = []
-    original = sharing.factorise
+    original = factorise.factorise
     monkeypatch.setattr(
-        sharing, "factorise", lambda *a: threads.append(threading.current_thread().name) or original(*a)
+        factorise, "factorise", lambda *a: threads.append(threading.current_thread().name) or original(*a)
     )
     model = mlp()
-    optimizer = prong.PRONG(model, 0.0, eps=0.1, period=16, samples=64, form=form, lag=3)
+    optimizer = prong.PRONG(model, 0.0, form=form, refresh=prong.Every(16, samples=64, lag=3))
     times = refreshed_at(model, optimizer, batches(model, 1) * 40)
     # Where refreshes are closer than the lag, a waiting one is applied when the next is due.
-    assert times["0"] == [2, 4, 7, 11, 19, 35]
-    assert len(threads) == 6 and all(name.startswith("prong") for name in threads)
+    assert times["0"] == [1, 2, 4, 7, 11, 19, 35], "the first is made at once, before the first step"
+    assert len(threads) == 7 and all(name.startswith("prong") for name in threads[1:])
     now = mlp()
-    immediate = prong.PRONG(now, 0.0, eps=0.1, period=16, samples=64, form=form)
+    immediate = prong.PRONG(now, 0.0, form=form, refresh=prong.Every(16, samples=64))
     run(now, immediate, batches(now, 1) * 32)
-    kept = "P" if form == "implicit" else "U"
-    torch.testing.assert_close(
-        getattr(model[0].sites[0].whitening, kept), getattr(now[0].sites[0].whitening, kept), **EXACT
-    )
+    kept = "P" if form in ("auto", "implicit") else "U"
+    torch.testing.assert_close(getattr(site_of(model).whitening, kept), getattr(site_of(now).whitening, kept), **EXACT)
 
 
 @pytest.mark.parametrize("part", [False, True], ids=["all", "part"])
 def test_a_refresh_by_hand_is_not_overwritten_by_an_older_one_under_way(part):
     model = mlp()
-    optimizer = prong.PRONG(model, 0.0, eps=0.1, period=16, samples=64, lag=5)
+    optimizer = prong.PRONG(model, 0.0, refresh=prong.Every(16, samples=64, lag=5))
     times = refreshed_at(model, optimizer, batches(model, 1) * 18)
     assert times["4"][-1] == 13, "that of update 16 is under way"
-    before, x = model[4].sites[0].whitening, 3 * batches(model, 1)[0][0]
-    prong.refresh_(model[:3] if part else model, x, eps=0.1)
-    by_hand = model[0].sites[0].whitening
+    before, x = site_of(model, "4").whitening, 3 * batches(model, 1)[0][0]
+    prong.refresh_(model[:3] if part else model, x)
+    by_hand = site_of(model).whitening
     run(model, optimizer, batches(model, 1) * 8)
-    assert model[0].sites[0].whitening is by_hand
-    assert model[4].sites[0].whitening is not before, "also where only the older one tells of it"
+    assert site_of(model).whitening is by_hand
+    assert site_of(model, "4").whitening is not before, "also where only the older one tells of it"
 
 
-@pytest.mark.parametrize("form", ["implicit", "explicit"])
+@forms
 def test_the_function_is_kept_when_a_refresh_is_applied_in_mid_training(form):
     model = mlp()
-    optimizer = prong.PRONG(model, 0.05, eps=0.1, period=8, samples=32, form=form, lag=2)
+    optimizer = prong.PRONG(model, 0.05, form=form, refresh=prong.Every(8, samples=32, lag=2))
     probe = batches(model, 1)[0][0]
     held = []
-    original = optimizer.refresher._change
-    optimizer.refresher._change = lambda new: (
+    refresher = refresher_of(optimizer)
+    original = refresher._change
+    refresher._change = lambda *new: (
         held.append(model.eval()(probe)),
-        original(new),
+        original(*new),
         held.append(model(probe)),
     )
     for pair in batches(model, 20):
@@ -334,43 +321,45 @@ def test_the_function_is_kept_when_a_refresh_is_applied_in_mid_training(form):
 
 def test_what_goes_wrong_in_the_thread_is_raised_when_the_refresh_is_due(monkeypatch):
     model = mlp()
-    optimizer = prong.PRONG(model, 0.0, eps=0.1, period=8, samples=32, lag=2)
+    optimizer = prong.PRONG(model, 0.0, refresh=prong.Every(8, samples=32, lag=2))
 
     def broken(*_):
         raise FloatingPointError("layer '0': broken")
 
-    monkeypatch.setattr(sharing, "factorise", broken)
-    x, y = batches(model, 1)[0]
-    run(model, optimizer, [(x, y)])
-    with pytest.raises(FloatingPointError, match="broken"):
-        run(model, optimizer, [(x, y)] * 2)
+    pair = batches(model, 1)[0]
+    run(model, optimizer, [pair])
+    monkeypatch.setattr(factorise, "factorise", broken)
+    run(model, optimizer, [pair] * 2)
+    with pytest.raises(FloatingPointError, match="broken"):  # of the refresh of update 2
+        run(model, optimizer, [pair])
 
 
 def test_with_plus_every_update_rescales_also_while_a_refresh_is_under_way():
     model = mlp()
-    optimizer = prong.PRONG(model, 0.01, eps=0.1, period=8, samples=64, plus=True, lag=3)
+    refresh = prong.Every(8, samples=64, lag=3)
+    optimizer = prong.PRONG(model, 0.01, form=prong.Explicit(plus=True), refresh=refresh)
     for pair in batches(model, 30):
-        before = model[0].sites[0].whitening
+        before = site_of(model).whitening
         run(model, optimizer, [pair])
-        assert optimizer.refresher.updates == 1 or model[0].sites[0].whitening is not before
-        assert model[0].sites[0].spread.total is None
+        assert site_of(model).whitening is not before
+        assert spread_of(site_of(model)).total is None
 
 
-@pytest.mark.parametrize("form", ["implicit", "explicit"])
+@forms
 def test_a_refresh_under_way_follows_the_model_to_another_precision(form):
     model = mlp().float()
-    optimizer = prong.PRONG(model, 0.01, eps=0.1, period=4, samples=32, form=form, lag=3)
+    optimizer = prong.PRONG(model, 0.01, form=form, refresh=prong.Every(4, samples=32, lag=3))
     data = batches(mlp(), 12)
     run(model, optimizer, [(x.float(), y) for x, y in data[:4]])
     model.double()
     run(model, optimizer, data[4:])
     assert next(iter(model.parameters())).dtype == DOUBLE
-    assert model[0].sites[0].whitening.c.dtype == DOUBLE
+    assert site_of(model).whitening.c.dtype == DOUBLE
 
 
 def test_folding_forgets_a_refresh_under_way():
     model = mlp()
-    optimizer = prong.PRONG(model, 0.0, eps=0.1, period=64, samples=32, lag=20)
+    optimizer = prong.PRONG(model, 0.0, refresh=prong.Every(64, samples=32, lag=20))
     run(model, optimizer, batches(model, 1) * 3)
     prong.fold_(model)
     with warnings.catch_warnings():
@@ -383,16 +372,18 @@ def test_folding_forgets_a_refresh_under_way():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"period": "sometimes"}, ValueError, "period"),
-        ({"lag": -1}, ValueError, "lag"),
-        ({"lag": 1.5}, TypeError, "lag"),
-        ({"period": "auto", "plus": True}, ValueError, "hides drift"),
+        (lambda: {"refresh": "sometimes"}, TypeError, "prong.OnDrift"),
+        (lambda: {"refresh": prong.OnDrift(lag=-1)}, ValueError, "lag"),
+        (lambda: {"refresh": prong.Every(lag=1.5)}, TypeError, "lag"),
+        (lambda: {"refresh": prong.OnDrift(), "form": prong.Explicit(plus=True)}, ValueError, "hides drift"),
+        (lambda: {"refresh": prong.Never(), "outputs": prong.WhitenOutputs()}, ValueError, "training forwards"),
+        (lambda: {"refresh": prong.Every(source=[]), "outputs": prong.WhitenOutputs()}, ValueError, "forwards"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, error, message):
     model = mlp()
     with pytest.raises(error, match=message):
-        prong.PRONG(model, 0.1, **options)
+        prong.PRONG(model, 0.1, **options())
     assert type(model[0]) is nn.Linear
 
 
@@ -402,11 +393,11 @@ def test_another_thread_asks_nothing_of_layers_that_are_being_saved():
     sites = whitened_sites(model)
     moments = estimate(model, [x for x, _ in batches(model, 3)], None)
     expected = whitenings_of(sites, moments, 0.1)
-    requests = requests_of(sites, moments, 0.1)
+    requests = factorise.requests_of(sites, moments, 0.1, lambda parameter: True)
     with ExitStack() as stack:
         for layer, _ in sites.values():
             stack.enter_context(layer._as_plain())
-        found = factorise(requests, 0.1)
+        found = factorise.factorise(requests)
     assert found.keys() == expected.keys()
     for name in found:
         torch.testing.assert_close(found[name].U, expected[name].U, **EXACT)

@@ -129,3 +129,37 @@ def through_a_file(state: Any) -> Any:
     torch.save(state, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=True)
+
+
+def resume(
+    model_of: Callable[..., nn.Module],
+    begin: Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]],
+    data: list[tuple[Tensor, Tensor]],
+    stops: list[int],
+) -> dict[int, Any]:
+    """Train with and without stops, end alike; the optimizer's states at the stops.
+
+    `begin(model)` gives the model and its optimizer, which are loaded in this order or in the other.
+    """
+    model, optimizer = begin(model_of())
+    run(model, optimizer, data)
+    saved = {}
+    looked_at = begin(model_of())
+    for number, pair in enumerate(data):
+        if number in stops:
+            prong.summary(looked_at[0])
+            saved[number] = [through_a_file(part.state_dict()) for part in looked_at]
+        run(*looked_at, [pair])
+    torch.testing.assert_close(canonical(looked_at[0]), canonical(model), rtol=0, atol=0, msg="looking changes nothing")
+    for stop, states in saved.items():
+        other = begin(model_of(seed=99))
+        torch.manual_seed(7)
+        for part, state in list(zip(other, states, strict=True))[:: -1 if stop % 2 else 1]:
+            part.load_state_dict(state)
+        run(*other, data[stop:])
+        told = lambda text, stop=stop: f"stopped after {stop}: {text}"  # noqa: E731
+        torch.testing.assert_close(canonical(other[0]), canonical(model), rtol=0, atol=0, msg=told)
+        for part in ("state", "prong"):
+            mine, whole = (tensors(x.state_dict()[part]) for x in (other[1], optimizer))
+            torch.testing.assert_close(mine, whole, rtol=0, atol=0, msg=told)
+    return {stop: state for stop, (_, state) in saved.items()}

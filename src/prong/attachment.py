@@ -35,6 +35,7 @@ from prong.options import (
     Form,
     Implicit,
     Materialised,
+    OnDrift,
     Refresh,
     WhitenOutputs,
     as_form,
@@ -119,6 +120,7 @@ def attach(
         if not sites:
             raise ValueError(nothing_to_whiten(model))
         _check_held(optimizer, sites)
+        _check_refresh(sites, refresh, outputs)
         Attachment(model, optimizer, sites, damping, refresh, trust, outputs, workers, given)
     except BaseException:
         if not layers:
@@ -429,6 +431,14 @@ def _check_held(optimizer: Optimizer, sites: dict[str, tuple[Kind, Site]]) -> No
         )
     if _plus(sites) and any(transports_of(optimizer, weight) is None for weight in weights):
         raise ValueError(f"PRONG+ would reset the state of {type(optimizer).__name__} at every update")
+
+
+def _check_refresh(sites: dict[str, tuple[Kind, Site]], refresh: Refresh, outputs: WhitenOutputs | None) -> None:
+    """Refuse refreshes that would never come, or never tell what is wanted."""
+    if _plus(sites) and isinstance(refresh, OnDrift):
+        raise ValueError("PRONG+ hides drift, as it evens it out after each update; take refresh=prong.Every(...)")
+    if outputs is not None and not isinstance(getattr(refresh, "source", None), str):
+        raise ValueError("outputs are gathered in training forwards: give refresh=prong.Every(...) without a loader")
 
 
 def _plus(sites: dict[str, tuple[Kind, Site]]) -> bool:

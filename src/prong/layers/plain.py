@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from prong.core.coordinates import less_outer, natural_gradient, times, to_canonical, to_whitened
+from prong.core.coordinates import against, less_outer, natural_gradient, times, to_canonical, to_whitened
 from prong.core.moments import Window
 from prong.core.whitening import Whitening
 from prong.distributed.sharding import is_sharded, local, plain_class, rows_of, spread_like
@@ -59,6 +59,8 @@ class Plain(Kind):
         self._kept: dict[Tensor, tuple[Tensor, Tensor | None]] = {}  # data and gradients of parameters, during a step
         # What parameters were when V and d were last written to them: version, if it is known, and a sample of entries.
         self._written: dict[str, tuple[int | None, Tensor]] = {}
+        weight = self._parameter(self.sites[0].weight)
+        self._place = weight.device, weight.dtype
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
@@ -99,6 +101,26 @@ class Plain(Kind):
                 site.write(self._held[name], part)
         return self._held[site.weight], None if site.bias is None else self._held[site.bias]
 
+    def follow(self) -> None:
+        """Be where the layer is, and in its precision: `model.to(...)` knows of its parameters alone."""
+        weight = self._parameter(self.sites[0].weight)
+        if self._place == (weight.device, weight.dtype):
+            return
+        self._place = weight.device, weight.dtype
+        moved: dict[int, Any] = {}  # what sites share, they go on sharing
+        for site in self.sites:
+            if site.whitening is not None:
+                site.whitening = moved.setdefault(id(site.whitening), self.stored(site, site.whitening))
+            if site.window is not None:
+                site.window = moved.setdefault(id(site.window), site.window.to(weight))
+        self._held = {name: x.to(*self._place) for name, x in self._held.items()}
+        self._written = {name: (version, sample.to(*self._place)) for name, (version, sample) in self._written.items()}
+
+    def observe(self, site: Site, h: Tensor, counted: bool = False) -> None:  # noqa: D102
+        if site.listening:
+            self.follow()
+        super().observe(site, h, counted)
+
     @torch.no_grad()
     def catch_up(self) -> None:
         """Where somebody has changed W or b since they were written (a checkpoint loaded, say), let V and d follow."""
@@ -116,6 +138,7 @@ class Plain(Kind):
 
     def written(self) -> dict[str, Tensor]:
         """By what W and b, for which V and d stand, are known again once both are loaded."""
+        self.follow()
         self.catch_up()
         return {name: sample.clone() for name, (_, sample) in self._written.items()}
 
@@ -170,6 +193,7 @@ class Plain(Kind):
     @torch.no_grad()
     def enter(self) -> None:
         """Before a step: exchange gradients and, where they are held, parameters for those in whitened coordinates."""
+        self.follow()
         self.catch_up()
         new: dict[Tensor, Tensor] = {}
         for site in self.sites:
@@ -209,6 +233,8 @@ class Plain(Kind):
             if weight in kept:
                 held = None if bias is None or bias not in kept else local(bias)
                 self._materialise(site, local(weight), held)
+                if held is None:
+                    self._keep_bias(site)
         if kept and not self.natural:
             self._mark(self._held)
 
@@ -276,6 +302,15 @@ class Plain(Kind):
             if target is not None and value is not None:
                 site.write(target, value)
 
+    def _keep_bias(self, site: Site) -> None:
+        """Where the weight has moved and the bias has not: let d = b + W c follow."""
+        weight, bias = self.pair(site)
+        if site.bias is None or bias is None or site.whitening is None or site.whitening.c is None:
+            return
+        W, b = site.packed(local(weight), local(bias))
+        assert b is not None
+        site.write(self._held[site.bias], (b + against(W, site.whitening.c, b.shape[0])).reshape(-1))
+
     @staticmethod
     def _is_matrix(site: Site) -> bool:
         layout = site.layout
@@ -297,7 +332,7 @@ def _sample(parameter: Tensor) -> Tensor:
 def _is_as_then(parameter: Tensor, mark: tuple[int | None, Tensor]) -> bool:
     version, sample = mark
     now = _sample(parameter)
-    return version in (None, parameter._version) and now.dtype == sample.dtype and torch.equal(now, sample)
+    return version in (None, parameter._version) and torch.equal(now, sample)
 
 
 class PlainLinear(Plain):
