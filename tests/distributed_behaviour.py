@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
@@ -27,7 +28,7 @@ from prong.distributed.exchange import owners
 from prong.model.whiten import whitened_sites
 from prong.refresh.refresher import Refresher
 from tests.distributed_scenarios import EMPIRICAL, PLUS, SIZE, Place, updates
-from tests.training import batches, canonical, mlp, run
+from tests.training import batches, canonical, convnet, mlp, run
 
 EVERY = prong.Every(8, samples=64)
 
@@ -55,9 +56,11 @@ def unchanged(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
-def ddp(kind: Any = prong.PRONG, seed: int = 0, **options: Any) -> tuple[nn.Module, nn.Module, Any]:
+def ddp(
+    kind: Any = prong.PRONG, seed: int = 0, wrapped: Any = DistributedDataParallel, **options: Any
+) -> tuple[nn.Module, nn.Module, Any]:
     model = mlp(seed=seed)
-    whole = DistributedDataParallel(model)
+    whole = wrapped(model)
     return model, whole, kind(whole, 0.02, **{"refresh": EVERY, **options})
 
 
@@ -288,6 +291,8 @@ def each_ranks_own_state_resumes(place: Place) -> dict[str, Any]:
     found = {}
     for name, stop, options in (
         ("window", 13, {}),
+        ("sharded", 13, {"wrapped": fully_shard}),
+        ("sharded, AdamW", 13, {"wrapped": fully_shard, "kind": prong.AdamW}),
         ("before the first update", 0, {}),
         ("no window", 9, {"refresh": prong.Every(32, samples=64)}),
         ("lag", 18, {"refresh": replace(EVERY, lag=4)}),
@@ -315,8 +320,37 @@ def each_ranks_own_state_resumes(place: Place) -> dict[str, Any]:
         updates(other_whole, other_optimizer, data[stop:], place)
         unchanged(canonical(model), canonical(other))
         unchanged(whitenings(model), whitenings(other))
-        found[name] = canonical(model)
+        found[name] = {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in canonical(model).items()}
     return found
+
+
+def sharded_parameters(place: Place) -> list[str]:
+    """A forward before the step leaves whole parameters behind, which changes nothing; what has no rows is left out."""
+    found = []
+    for looks in (False, True):
+        model, _, optimizer = ddp(wrapped=fully_shard, kind=prong.AdamW)
+        for x, y in batches(model, 20, SIZE):
+            optimizer.zero_grad()
+            F.cross_entropy(model(place.part(x)), place.part(y)).backward()
+            if looks:
+                with torch.no_grad():
+                    model.eval()(x)
+                    model.train()
+            optimizer.step()
+        found.append(canonical(model))
+    unchanged(*found)
+
+    sharded = fully_shard(convnet())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = prong.AdamW(sharded, 0.01, refresh=EVERY)
+    (said,) = {str(w.message) for w in caught}
+    assert said.startswith("prong leaves as they are: '2', which are grouped"), said
+    updates(sharded, optimizer, batches(sharded, 10, SIZE), place)
+    assert {name.partition(".")[0] for name in whitenings(sharded)} == {"0", "5"}
+    prong.fold_(sharded)
+    assert type(sharded[0]) is nn.Conv2d and not whitened_sites(sharded)
+    return [said]
 
 
 def whitenings_are_the_same_bits(place: Place) -> dict[str, Tensor]:
@@ -457,6 +491,7 @@ BEHAVIOUR: dict[str, Callable[[Place], Any]] = {
         wrapped_early_or_late,
         blocks_are_the_same_for_all,
         each_ranks_own_state_resumes,
+        sharded_parameters,
         nan_on_one_rank,
         nan_in_a_loader,
         nan_under_plus,
