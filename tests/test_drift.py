@@ -254,11 +254,11 @@ def test_a_loader_is_asked_when_something_drifts():
 
 
 @pytest.mark.parametrize("refresh", REFRESHES.values(), ids=REFRESHES)
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_stopping_at_any_update_and_resuming_changes_nothing(make, refresh):
-    data = [(x * (1 + i / 10), y) for i, (x, y) in enumerate(batches(mlp(), 40))]
-    begin = lambda model: (model, make(model, 0.01, refresh=refresh))  # noqa: E731
-    resume(mlp, begin, data, [3, 9, 17, 18, 19, 26])
+@pytest.mark.parametrize("name", ["PRONG-auto", "PRONG-explicit", "AdamW-auto"])
+def test_stopping_at_any_update_and_resuming_changes_nothing(name, refresh):
+    data = [(x * (1 + i / 10), y) for i, (x, y) in enumerate(batches(mlp(), 36))]
+    begin = lambda model: (model, OPTIMIZERS[name](model, 0.01, refresh=refresh))  # noqa: E731
+    resume(mlp, begin, data, [3, 17, 18, 26])
 
 
 # In another thread ----------------------------------------------------------------------------------------------------
