@@ -16,7 +16,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-FORMS = ("implicit", "explicit")
+FORMS = ("implicit", "explicit")  # of layers that are whitened themselves
+VIEWS = ("auto", "materialised")  # where layers stay plain, and their optimizer sees to it
 PROPERTY = settings(max_examples=30, deadline=None, derandomize=True)
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}  # float64 algebra
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -227,6 +228,33 @@ def canonical_step(layer: Any, gV: Tensor, gd: Tensor | None) -> tuple[Tensor, T
         weights.append(N)
         shifted.append(None if b is None else b - N.sum(2) @ c[g])
     return assembled(layer, weights, gV), None if gd is None else torch.cat(shifted)
+
+
+# Attaching ------------------------------------------------------------------------------------------------------------
+
+
+def attached(
+    model: nn.Module,
+    form: str,
+    basis: str = "pca",
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    **options: Any,
+) -> torch.optim.Optimizer:
+    """An optimizer that steps in whitened coordinates at rate 1, and refreshes only when it is asked to."""
+    import prong
+
+    chosen = {"explicit": prong.Explicit(basis), "materialised": prong.Materialised(basis)}.get(form, form)
+    options = {"refresh": prong.Never(), "trust": None, **options}
+    return prong.attach(model, kind(model.parameters(), lr=1.0), form=chosen, **options)
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> dict[str, Tensor]:
+    """What a step along the gradient of a loss takes from the plain parameters; it is made."""
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return {name: before[name] - p for name, p in model.state_dict().items()}
 
 
 # Running --------------------------------------------------------------------------------------------------------------

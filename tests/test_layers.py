@@ -1,4 +1,4 @@
-"""Every kind of layer, with every option, in both forms, against plain torch layers and the formulas written out."""
+"""Every kind of layer, with every option, in every form, against plain torch layers and the formulas written out."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ from hypothesis import strategies as st
 from torch import nn
 
 import prong
+from prong.attachment import attachment_of
 from prong.core.precision import accumulation_dtype
+from prong.core.whitening import Whitening
+from prong.layers import Site
 from prong.layers.natural import Linear, Switch, natural, naturalize
+from prong.model.whiten import whitened_layers, whitened_sites
 from tests.cases import (
     FORMS,
     MODELS,
     PROPERTY,
     SPECS,
+    VIEWS,
     LayerSpec,
     assert_close,
     assert_identical,
+    attached,
     canonical_step,
     curved,
     gradients_of,
@@ -33,12 +39,15 @@ from tests.cases import (
     parameter_gradients,
     plain_copy,
     samples_of,
+    step_of,
     trained,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 
 forms = pytest.mark.parametrize("form", FORMS)
+views = pytest.mark.parametrize("form", VIEWS)
+every_form = pytest.mark.parametrize("form", [*FORMS, *VIEWS])
 specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 seeds = st.integers(0, 1000)
 dampings = st.sampled_from([1e-3, 1e-2, 1.0])
@@ -53,19 +62,31 @@ def refreshed(spec: LayerSpec, form: str, eps: float = 1e-2, examples: int = 6) 
     """A whitened layer of this kind and the inputs its whitening was estimated from."""
     layer = prong.whiten_(spec.build(), form)
     h = spec.sample(examples)
-    return prong.refresh_(layer, h, eps), h
+    return prong.refresh_(layer, h, prong.Absolute(eps)), h
+
+
+def site_of(layer: nn.Module) -> Site:
+    """The only site of a layer, whichever form it has."""
+    ((_, site),) = whitened_sites(layer).values()
+    return site
+
+
+def inverse_of(whitening: Whitening) -> torch.Tensor:
+    """(Sigma + eps I)^-1, whatever a form keeps of it."""
+    return whitening.P if whitening.U is None else whitening.U.mT @ whitening.U
 
 
 # The function ---------------------------------------------------------------------------------------------------------
 
 
-@forms
+@every_form
 @PROPERTY
 @given(spec=layer_specs(), seed=seeds)
 def test_before_a_refresh_a_layer_is_the_plain_one_to_the_bit_gradients_included(form, spec, seed):
     torch.manual_seed(seed)
     plain = spec.build()
-    layer = prong.whiten_(copy.deepcopy(plain), form)
+    layer = copy.deepcopy(plain)
+    optimizer = attached(layer, form)
     h = spec.sample(3)
     assert_identical(layer(h, **spec.call), plain(h, **spec.call), "output")
     for mine, theirs, what in zip(
@@ -75,9 +96,11 @@ def test_before_a_refresh_a_layer_is_the_plain_one_to_the_bit_gradients_included
         strict=True,
     ):
         assert_identical(mine, theirs, what)
+    expected = step_of(plain, torch.optim.SGD(plain.parameters(), lr=1.0), curved(plain(h, **spec.call)))
+    assert_identical(step_of(layer, optimizer, curved(layer(h, **spec.call))), expected, "step")
 
 
-@forms
+@every_form
 @PROPERTY
 @given(spec=layer_specs(), seed=seeds, eps=dampings, basis=st.sampled_from(["pca", "zca", "cholesky"]))
 def test_refreshes_and_folding_preserve_the_function_and_the_inputs_gradient(form, spec, seed, eps, basis):
@@ -85,7 +108,8 @@ def test_refreshes_and_folding_preserve_the_function_and_the_inputs_gradient(for
     plain = spec.build()
     h = spec.sample(3)
     z, (_, _, gh) = plain(h, **spec.call), gradients_of(plain, h, call=spec.call)
-    layer = prong.whiten_(copy.deepcopy(plain), form, basis=basis)
+    layer = copy.deepcopy(plain)
+    _optimizer = attached(layer, form, basis)
     for examples in (2, 7, 3):
         prong.refresh_(layer, spec.sample(examples), eps)
         assert_close(layer(h, **spec.call), z, "output")
@@ -111,12 +135,30 @@ def test_implicit_gradients_equal_the_formula_on_plain_gradients(spec, seed, eps
     assert_close(inputs, gh, "input")
 
 
+@views
+@PROPERTY
+@given(spec=layer_specs(), seed=seeds, eps=dampings, examples=st.integers(2, 8))
+def test_steps_of_plain_layers_equal_the_formula_on_their_gradients_which_stay_plain(form, spec, seed, eps, examples):
+    torch.manual_seed(seed)
+    layer, h = spec.build(), spec.sample(examples)
+    optimizer = attached(layer, form)
+    prong.refresh_(layer, h, prong.Absolute(eps))
+    plain = plain_copy(layer)
+    gW, gb, _ = gradients_of(plain, h, call=spec.call)
+    nW, nb = natural_of_plain(plain, gW, gb, moments_of(plain, h), eps)
+    step = step_of(layer, optimizer, curved(layer(h, **spec.call)))
+    assert_close(step["weight"], nW, "weight", rtol=1e-8, atol=1e-9)
+    assert_close(step.get("bias"), nb, "bias", rtol=1e-8, atol=1e-9)
+    assert_close((layer.weight.grad, None if nb is None else layer.bias.grad), (gW, gb), "gradients after the step")
+
+
 @PROPERTY
 @given(spec=layer_specs(), seed=seeds, eps=dampings, basis=st.sampled_from(["pca", "zca", "cholesky"]))
 def test_explicit_gradients_seen_in_canonical_coordinates_equal_implicit_ones(spec, seed, eps, basis):
     torch.manual_seed(seed)
     implicit, h = refreshed(spec, "implicit", eps)
-    explicit = prong.refresh_(prong.whiten_(plain_copy(implicit), "explicit", basis=basis), h, eps)
+    explicit = prong.whiten_(plain_copy(implicit), prong.Explicit(basis))
+    prong.refresh_(explicit, h, prong.Absolute(eps))
     weight, bias, inputs = gradients_of(implicit, h, call=spec.call)
     gV, gd, gh = gradients_of(explicit, h, call=spec.call)
     W, b = canonical_step(explicit, gV, gd)
@@ -139,10 +181,10 @@ def test_activation_space_and_gradient_space_agree(inputs, rows, bias, fused, se
     parameters = [h, W] if b is None else [h, W, b]
     cP = site.whitening.cP if fused else None
     in_activation_space = natural(
-        Linear(site.layout), h, W, b, site.whitening.P, site.whitening.c, cP, None, site.whitening.tail, Switch()
+        Linear(site.layout), h, W, b, site.whitening.P, site.whitening.c, cP, site.whitening.tail, Switch()
     )
     in_gradient_space = F.linear(
-        h, *naturalize(W, b, site.whitening.P, site.whitening.c, cP, None, 0.0, site.layout, Switch())
+        h, *naturalize(W, b, site.whitening.P, site.whitening.c, cP, 0.0, site.layout, Switch())
     )
     assert_close(in_activation_space, in_gradient_space)
     expected = torch.autograd.grad(curved(in_gradient_space), parameters)
@@ -159,7 +201,7 @@ def test_steps_of_inputs_with_a_mean_have_the_digits_of_single_precision(length,
     torch.manual_seed(0)
     h = torch.randn(2000, 200) @ torch.randn(200, 200) / 200**0.5 + length * torch.randn(200)
     exact = prong.whiten_(nn.Linear(200, 100).double())
-    prong.refresh_(exact, [h.double()], eps=0.1)
+    prong.refresh_(exact, [h.double()], prong.Absolute(0.1))
     h, delta, gradients = h[:space], torch.randn(space, 100), []
     for layer in (exact, copy.deepcopy(exact).float()):
         assert layer.sites[0].whitening.cP is not None
@@ -175,7 +217,7 @@ def test_constant_inputs_of_half_precision_do_not_spoil_steps(dtype, rows):
     h = torch.randn(512, 20)
     h[:, -4:] = 1  # no variance: the gain is 1 / eps
     h = h.to(dtype)
-    half = prong.refresh_(prong.whiten_(nn.Linear(20, 64).to(dtype)), [h], eps=1e-3)
+    half = prong.refresh_(prong.whiten_(nn.Linear(20, 64).to(dtype)), [h], prong.Absolute(1e-3))
     exact = copy.deepcopy(half).double()
     delta = torch.randn(rows, 64).to(dtype)
     low, high = (
@@ -213,17 +255,16 @@ def test_a_convolution_takes_unbatched_and_empty_inputs(form, spec):
     assert not any(g.any() for g in gradients_of(layer, h[:0])[:2])
 
 
-@forms
+@every_form
 def test_statistics_of_unbatched_and_of_empty_batches_are_counted_as_they_should(form):
     for spec in (SPECS["linear"], SPECS["conv2d"]):
-        layer, h = refreshed(spec, form)
-        again = prong.whiten_(plain_copy(layer), form)
-        prong.refresh_(again, [h[:0], *h, h[:0]], 1e-2)  # one example at a time, without a batch dimension
-        for (name, mine), (_, theirs) in zip(
-            again.sites[0].whitening.items(), layer.sites[0].whitening.items(), strict=True
-        ):
-            if name not in ("U", "U_inv"):  # eigenvectors have a sign of their own
-                assert_close(mine, theirs, name)
+        layer, h = refreshed(spec, "implicit")
+        again = plain_copy(layer)
+        _optimizer = attached(again, form)
+        batches = [h[:0], *h, h[:0]]  # one example at a time, without a batch dimension
+        prong.refresh_(again, batches, prong.Absolute(1e-2))
+        mine, theirs = site_of(again).whitening, site_of(layer).whitening
+        assert_close((mine.c, inverse_of(mine)), (theirs.c, theirs.P))
 
 
 @forms
@@ -235,28 +276,32 @@ def test_several_calls_in_one_forward_add_up(form):
     assert_close(together, {name: first[name] + second[name] for name in first})
 
 
-@forms
+@every_form
 def test_a_reused_module_sees_all_its_inputs_and_gets_its_natural_gradient_once(form):
     shared = nn.Linear(4, 4).double()
-    model = prong.whiten_(nn.Sequential(shared, nn.Tanh(), shared), form)
+    model = nn.Sequential(shared, nn.Tanh(), shared)
+    optimizer = attached(model, form)
     h = SPECS["linear"].sample(6)
     seen = torch.cat([h, shared(h).tanh().detach()])
-    prong.refresh_(model, h, 0.1)
+    prong.refresh_(model, h, prong.Absolute(0.1))
     plain = plain_copy(model)
     gW, gb = parameter_gradients(plain, curved(plain(h))).values()
     expected = natural_of_plain(plain[0], gW, gb, moments_of(plain[0], seen), 0.1)
-    found = tuple(parameter_gradients(model, curved(model(h))).values())
-    assert_close(canonical_step(shared, *found) if form == "explicit" else found, expected)
+    step = step_of(model, optimizer, curved(model(h)))
+    assert_close((step["0.weight"], step["0.bias"]), expected, rtol=1e-9)
 
 
 # Freezing -------------------------------------------------------------------------------------------------------------
 
+few_specs = pytest.mark.parametrize("spec", [SPECS[k] for k in ("linear", "conv1d", "conv2d", "transposed1d")], ids=str)
 
-@forms
-@pytest.mark.parametrize("spec", [SPECS[k] for k in ("linear", "conv1d", "conv2d", "transposed1d")], ids=str)
+
+@every_form
+@few_specs
 @pytest.mark.parametrize("examples", [3, 8])
 def test_with_a_frozen_weight_the_bias_gets_its_ordinary_gradient(form, spec, examples):
-    layer = prong.whiten_(spec.build(), form)
+    layer = spec.build()
+    optimizer = attached(layer, form)
     trained(layer)[0].requires_grad_(False)
     h = spec.sample(examples)
     before = layer.weight.clone()
@@ -265,49 +310,61 @@ def test_with_a_frozen_weight_the_bias_gets_its_ordinary_gradient(form, spec, ex
     weight, bias, inputs = gradients_of(layer, h)
     assert weight is None
     assert_close((bias, inputs), gradients_of(plain, h)[1:])
+    assert_close(step_of(layer, optimizer, curved(layer(h)))["bias"], bias)
     assert_close(layer.weight, before)
 
 
-@forms
-@pytest.mark.parametrize("spec", [SPECS[k] for k in ("linear", "conv1d", "conv2d", "transposed1d")], ids=str)
+@every_form
+@few_specs
 @pytest.mark.parametrize("examples", [3, 8])
 def test_with_a_frozen_bias_nothing_is_centred(form, spec, examples):
-    layer = prong.whiten_(spec.build(), form)
+    layer = spec.build()
+    optimizer = attached(layer, form)
     trained(layer)[1].requires_grad_(False)
     h = spec.sample(examples)
-    prong.refresh_(layer, h)
+    prong.refresh_(layer, h, prong.Absolute(1e-2))
     plain = plain_copy(layer)
     gW, gb, gh = gradients_of(plain, h)
     assert gb is None
     expected, _ = natural_of_plain(plain, gW, None, moments_of(plain, h), 1e-2)
-    weight, bias, inputs = gradients_of(layer, h)
-    assert bias is None
-    assert_close(canonical_step(layer, weight, None)[0] if form == "explicit" else weight, expected, rtol=1e-9)
-    assert_close(inputs, gh)
+    assert_close(gradients_of(layer, h)[2], gh)
+    step = step_of(layer, optimizer, curved(layer(h)))
+    assert_close(step["weight"], expected, rtol=1e-9)
+    assert not step["bias"].any()
 
 
-@pytest.mark.parametrize(("form", "again"), [("implicit", False), ("implicit", True), ("explicit", True)])
+@pytest.mark.parametrize("again", [False, True])
+@every_form
 def test_a_bias_frozen_after_a_refresh_stays_what_it_is_when_the_weight_moves(form, again):
     """In the explicit form it is d that is frozen, until a refresh moves the centre out of it."""
-    layer, h = refreshed(SPECS["linear"], form)
-    weight, bias = trained(layer)
-    bias.requires_grad_(False)
+    again = again or form == "explicit"
+    layer, h = SPECS["linear"].build(), SPECS["linear"].sample(6)
+    optimizer = attached(layer, form)
+    prong.refresh_(layer, h)
+    bias = trained(layer)[1].requires_grad_(False)
     if again:
         prong.refresh_(layer, h)
     before = layer.bias.clone()
-    curved(layer(h)).backward()
-    torch.optim.SGD([weight], 0.1).step()
+    step_of(layer, optimizer, 0.1 * curved(layer(h)))
     assert_close(layer.bias, before)
+    bias.requires_grad_(True)
+    plain = plain_copy(layer)
+    gb = gradients_of(plain, h)[1]
+    assert_close(layer(h), plain(h))
+    step = step_of(layer, optimizer, 1e-6 * curved(layer(h)))
+    assert step["bias"].norm() < 1e-3 * gb.norm(), "no jump where it is trained again"
 
 
-@forms
+@every_form
 @specs
 def test_a_frozen_layer_is_refreshed_and_passes_gradients_on(form, spec):
-    layer = prong.whiten_(spec.build(), form).requires_grad_(False)
+    layer = spec.build()
+    _optimizer = attached(layer, form)
+    layer.requires_grad_(False)
     h = spec.sample(4)
     z = layer(h)
     prong.refresh_(layer, h)
-    assert layer.sites[0].whitening is not None
+    assert site_of(layer).whitening is not None
     assert_close(layer(h), z)
     assert_close(gradients_of(layer, h)[2], gradients_of(plain_copy(layer), h)[2])
 
@@ -335,11 +392,10 @@ def test_a_whitening_is_that_of_the_positions_of_the_padded_map(spec, seed, eps)
 @pytest.mark.parametrize("spec", [SPECS[k] for k in ("conv1d", "conv2d", "transposed2d")], ids=str)
 def test_statistics_keep_to_max_positions_per_example(form, spec, most):
     layer = prong.whiten_(spec.build(), form, max_positions=most)
-    optimizer = torch.optim.SGD(layer.parameters(), 0.0)
-    prong.Refresher(layer, optimizer, period=8)
-    h = spec.sample(5)
+    site, h = layer.sites[0], spec.sample(5)
+    site.window = site.new_window(trained(layer)[0])
     layer(h)
-    seen = layer.sites[0].inputs.moments.count
+    seen = site.window.moments.count
     unpadded = h[0, 0].numel()
     full = len(samples_of(plain_copy(layer), h)[0])
     if most >= unpadded:
@@ -355,13 +411,15 @@ def test_thinned_positions_are_not_all_from_one_column_of_the_map():
     assert layer.sites[0].whitening.P.item() < 1, "all columns looked alike"
 
 
+@pytest.mark.parametrize("form", ["explicit", "materialised"])
 @pytest.mark.parametrize("basis", ["pca", "zca", "cholesky"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
-def test_whitened_activations_are_white(basis, bias):
-    layer = prong.whiten_(nn.Linear(5, 3, bias=bias).double(), "explicit", basis=basis)
+def test_whitened_activations_are_white(form, basis, bias):
+    layer = nn.Linear(5, 3, bias=bias).double()
+    _optimizer = attached(layer, form, basis)
     h = LayerSpec(nn.Linear, {"in_features": 5}).sample(60)
     prong.refresh_(layer, h, 1e-12)
-    whitening = layer.sites[0].whitening
+    whitening = site_of(layer).whitening
     x = (h - (0 if whitening.c is None else whitening.c[0])) @ whitening.U[0].T
     assert_close(x.T @ x / 60, torch.eye(5).double(), "second moment", rtol=1e-7, atol=1e-7)
     if bias:
@@ -438,18 +496,26 @@ def test_copies_keep_function_whitening_and_natural_gradients(form, case):
         assert_identical(parameter_gradients(other, curved(z)), loss, how)
 
 
-@forms
+@every_form
 def test_copies_do_not_share_open_windows_or_the_optimizer(form):
     model = MODELS["mlp"].build()
     optimizer = prong.PRONG(model, lr=0.1, form=form)
-    model(MODELS["mlp"].sample(3))
+    x = MODELS["mlp"].sample(3)
+    model(x)
     for how, other in copies(model).items():
-        assert other[0].sites[0].inputs is None, how
-        other(MODELS["mlp"].sample(4))
-        prong.PRONG(other, lr=0.1)  # nobody owns the copy
+        assert_identical(other(x), model(x), how)
+        model.zero_grad()
+        assert all(site.window is None for _, site in whitened_sites(other).values()), how
+        mine = prong.PRONG(other, lr=0.1, form=form)  # nobody owns the copy
+        for y in (x, x + 1):
+            mine.zero_grad()
+            curved(other(y)).backward()
+            mine.step()
         prong.fold_(other)
-    assert model[0].sites[0].inputs.moments.count == 3
-    assert optimizer.refresher.sites["0"][0] is model[0]
+        assert all(type(m).__module__.startswith("torch.") and not m._forward_pre_hooks for m in other.modules()), how
+    ((layer, site), *_) = attachment_of(optimizer).refresher.sites.values()
+    assert layer is dict(whitened_layers(model))["0"]
+    assert site.window.moments.count == 3 * 4, "of the model itself"
 
 
 def test_a_copy_made_under_ordinary_gradients_is_natural_again_outside():
@@ -480,24 +546,44 @@ def test_changes_of_dtype_keep_the_whitening_in_step(form, spec):
     prong.refresh_(layer, h)
 
 
-@forms
+@views
+@specs
+def test_plain_layers_may_change_their_dtype_between_steps(form, spec):
+    layer, steps = spec.build(), []
+    optimizer = attached(layer, form)
+    h = spec.sample(6)
+    prong.refresh_(layer, h, 0.1)
+    start = copy.deepcopy(layer.state_dict())
+    for dtype in (torch.float64, torch.float32):
+        layer.to(dtype).load_state_dict(start)
+        steps.append(step_of(layer, optimizer, curved(layer(h.to(dtype)))))
+    for name, exact in steps[0].items():
+        assert steps[1][name].dtype == torch.float32
+        assert (steps[1][name] - exact).norm() < 1e-3 * exact.norm(), name
+    layer.double()
+    prong.refresh_(layer, h, 0.1)
+    step_of(layer, optimizer, 1e-3 * curved(layer(h)))
+
+
+@every_form
 def test_a_conversion_takes_open_windows_along(form):
-    layer = prong.whiten_(SPECS["linear"].build(), form)
-    prong.Refresher(layer, torch.optim.SGD(layer.parameters(), 0.1))
+    layer = SPECS["linear"].build()
+    _optimizer = attached(layer, form, refresh=prong.Every(8))
     h = SPECS["linear"].sample(5)
     layer(h)
     layer.float()
-    assert layer.sites[0].inputs.moments.mean.dtype == torch.float32
-    assert layer.sites[0].inputs.moments.count == 5
     layer(h.float())
-    assert_close(layer.sites[0].inputs.moments.mean[0].double(), h.mean(0), rtol=1e-5)
+    moments = site_of(layer).window.moments
+    assert moments.mean.dtype == torch.float32 and moments.count == 10
+    assert_close(moments.mean[0].double(), h.mean(0), rtol=1e-5)
 
 
-@forms
+@every_form
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @specs
 def test_layers_of_half_precision_are_refreshed_and_trained(form, dtype, spec):
-    layer = prong.whiten_(spec.build().to(dtype), form)
+    layer = spec.build().to(dtype)
+    optimizer = attached(layer, form)
     h = spec.sample(4).to(dtype)
     z = layer(h)
     prong.refresh_(layer, h, 0.1)
@@ -505,6 +591,8 @@ def test_layers_of_half_precision_are_refreshed_and_trained(form, dtype, spec):
     curved(layer(h)).backward()
     for parameter in trained(layer):
         assert parameter is None or (parameter.grad.dtype == dtype and parameter.grad.isfinite().all())
+    step = step_of(layer, optimizer, 0.01 * curved(layer(h)))
+    assert all(x.dtype == dtype and x.isfinite().all() and x.any() for x in step.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -512,7 +600,7 @@ def test_layers_of_half_precision_are_refreshed_and_trained(form, dtype, spec):
 @pytest.mark.parametrize("rows", [8, 400], ids=["whitened inputs", "canonical weight"])
 def test_refreshes_in_half_precision_change_the_function_by_the_rounding_of_v_alone(dtype, basis, rows):
     plain = nn.Linear(32, 64).to(dtype)
-    layer = prong.whiten_(copy.deepcopy(plain), "explicit", basis=basis)
+    layer = prong.whiten_(copy.deepcopy(plain), prong.Explicit(basis))
     mixing = torch.linalg.qr(torch.randn(32, 32)).Q * torch.logspace(1, -2, 32)  # variances from 100 to 1e-4
     batches = [(torch.randn(400, 32) @ mixing.T + 0.5).to(dtype) for _ in range(9)]
     h = batches[0][:rows]
@@ -525,7 +613,7 @@ def test_refreshes_in_half_precision_change_the_function_by_the_rounding_of_v_al
 
 @pytest.mark.parametrize("basis", ["pca", "zca", "cholesky"])
 def test_checkpoints_of_half_precision_load_into_an_explicit_layer(basis):
-    layer = prong.whiten_(nn.Linear(12, 5).bfloat16(), "explicit", basis=basis)
+    layer = prong.whiten_(nn.Linear(12, 5).bfloat16(), prong.Explicit(basis))
     h = (torch.randn(100, 12) * torch.logspace(1, -2, 12) + 1).bfloat16()
     prong.refresh_(layer, h, 1e-2)
     other = nn.Linear(12, 5).bfloat16()
@@ -547,9 +635,15 @@ def test_activations_may_work_in_place(form, shape):
     assert_close(*found)
 
 
-def test_channels_last_gives_the_same_natural_gradients():
-    spec = SPECS["conv2d"]
-    layer, h = refreshed(spec, "implicit")
-    expected = gradients_of(layer, h)
-    layer.to(memory_format=torch.channels_last)
-    assert_close(gradients_of(layer, h.to(memory_format=torch.channels_last)), expected)
+@pytest.mark.parametrize("form", ["implicit", *VIEWS])
+def test_channels_last_gives_the_same_steps_and_stays(form):
+    spec, steps = SPECS["conv2d"], []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        layer, h = spec.build().to(memory_format=memory_format), spec.sample(6).to(memory_format=memory_format)
+        optimizer = attached(layer, form)
+        prong.refresh_(layer, h)
+        steps.append(step_of(layer, optimizer, curved(layer(h))))
+        assert layer.weight.is_contiguous(memory_format=memory_format)
+        assert layer.weight.grad.is_contiguous(memory_format=memory_format)
+    assert_close(*steps)
