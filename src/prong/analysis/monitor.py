@@ -241,17 +241,12 @@ def _check_when(when: object, window: int) -> None:
     """Refuse what are no updates, and windows that overlap."""
     if isinstance(when, int):
         check_count("when", when, 1)
-        if window > when:
-            raise ValueError(f"a window of {window} updates does not fit between measurements every {when}")
-        return
+        when = [when, 2 * when]
     if not isinstance(when, Collection) or isinstance(when, str | bytes | Tensor):
         raise TypeError(f"when is a number of updates, or a set or range of them; got {type(when).__name__}")
-    few = sorted([*when[:2], *when[-1:]]) if isinstance(when, range) else when  # of a range, enough to know all
+    few = [*when[:2], *when[-1:]] if isinstance(when, range) else list(when)  # of a range, enough to know all
     for update in few:
-        if isinstance(update, bool) or not isinstance(update, Integral):
-            raise TypeError(f"when has whole numbers, got {type(update).__name__}")
-        if update < 0:
-            raise ValueError(f"when has updates from 1 on, got {update}")
+        check_count("when", int(update) if isinstance(update, Integral) and not isinstance(update, bool) else update, 0)
     for one, other in pairwise(sorted(set(few))):
         if other - one < window:
             raise ValueError(f"a window of {window} updates does not fit between measurements at {one} and {other}")

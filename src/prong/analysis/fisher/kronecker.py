@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from prong.analysis.fisher.snapshot import Snapshot, count_examples, ordinary, p
 from prong.analysis.observation import patches
 from prong.core.precision import accumulation_dtype
 from prong.gradients.outputs import Distribution
-from prong.layers import Site
 from prong.model.estimate import Forward
 from prong.options import check_count
+
+_Sums = tuple[Any, Any, Any]  # of x x^T and of E[delta delta^T], and the number of rows
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,8 @@ class Factors:
         A = 1/N sum_n sum_t x_t x_t^T            G = 1/(sum_n T_n) sum_n sum_t E_y[delta_t delta_t^T]
 
     delta being the gradient of the log-likelihood with respect to the layer's output, E_y the exact expectation over
-    labels. In the row-by-row order of [W b], index (out, in), the block is approximated by kron(G, A). For one position
-    this is K-FAC's approximation, for several that of KFC: inputs independent of gradients, and gradients of different
-    positions uncorrelated.
+    labels. In the row-by-row order of [W b] the block is approximated by kron(G, A). For one position this is K-FAC's
+    approximation, for several that of KFC.
 
     Shapes: A (groups, in, in), in counting the 1; G (groups, out, out).
     """
@@ -82,14 +82,8 @@ def factors(
     In whitened coordinates x = U (h - c), so after a refresh on the same data A of a linear layer is the identity, up
     to damping. A convolution's is not: its channels are white, its taps are not.
 
-    Args:
-        model: as in `blocks`.
-        batches: as in `blocks`.
-        distribution: as in `blocks`.
-        layers: names. None takes every `nn.Linear` and `nn.Conv1d/2d/3d` whose weight is trained and which is called.
-        coordinates: "canonical" or "whitened".
-        chunk: how many examples at once. Memory is that of a training step on them and of their patches.
-        forward: as in `blocks`.
+    Arguments are as in `blocks`, but for `layers`: names, None being every `nn.Linear` and `nn.Conv1d/2d/3d` whose
+    weight is trained and which is called. Memory is that of a training step on `chunk` examples and of their patches.
 
     Raises:
         ValueError: a layer asked for by name that has no such factors, one that is called more than once, or one whose
@@ -99,15 +93,17 @@ def factors(
     with ordinary():
         snapshot = Snapshot(model, distribution, coordinates, [""], forward)
         chosen = _choose(snapshot, layers)
-        sums: dict[str, tuple[Tensor, Tensor, int]] = {}
+        sums: dict[str, _Sums] = {}
         examples = 0
         for batch in snapshot.batches(batches):
-            _check_inputs(snapshot, chosen, batch)
+            for few in range(1, min(2, count_examples(batch)) + 1):  # with one and with two this cannot be by chance
+                with snapshot.quiet(), _listening(chosen, few):
+                    snapshot.checked_output(next(pieces(batch, few)))
             for piece in pieces(batch, chunk):
                 examples += count_examples(piece)
-                for name, (A, G, rows) in _of_piece(snapshot, chosen, piece).items():
-                    before = sums.get(name)
-                    sums[name] = (A, G, rows) if before is None else (A + before[0], G + before[1], rows + before[2])
+                for name, found in _of_piece(snapshot, chosen, piece).items():
+                    A, G, rows = (x + y for x, y in zip(found, sums.get(name, (0, 0, 0)), strict=True))
+                    sums[name] = (A, G, rows)
         missing = [name for name in chosen if name not in sums]
         if layers is not None and missing:
             raise ValueError(f"layer {missing[0]!r} is never called by the model, so it has no inputs of its own")
@@ -157,27 +153,23 @@ def _choose(snapshot: Snapshot, layers: Iterable[str] | None) -> dict[str, _Plac
                     "Conv1d/2d/3d. Its exact block is in prong.fisher.blocks."
                 )
         elif joined(name, "weight") in trained:
-            U, c = _whole(*whitened[name]) if name in whitened else (None, None)
-            chosen[name] = _Place(module, joined(name, "bias") in trained, U, c)
+            site, w = whitened.get(name, (None, None))
+            place = _Place(module, joined(name, "bias") in trained)
+            if site is not None and w is not None and w.U is not None:  # and without blocks
+                c = None if w.c is None else site.layout.in_a_row(w.c).reshape(place.groups, -1)
+                place = replace(place, U=site.layout.assembled(w.U), c=c)
+            chosen[name] = place
         elif layers is not None:
             raise ValueError(f"the weight of layer {name!r} is not trained, so it has no block")
     return chosen
 
 
-def _whole(site: Site, w: Any) -> tuple[Tensor | None, Tensor | None]:
-    """U and c of a site, without blocks."""
-    if w is None:
-        return None, None
-    c = None if w.c is None else site.layout.in_a_row(w.c).reshape(site.layout.groups, -1)
-    return site.layout.assembled(w.U), c
-
-
-def _of_piece(snapshot: Snapshot, chosen: dict[str, _Place], piece: Any) -> dict[str, tuple[Tensor, Tensor, int]]:
+def _of_piece(snapshot: Snapshot, chosen: dict[str, _Place], piece: Any) -> dict[str, _Sums]:
     """Sums of x x^T and of E[delta delta^T] over examples and positions, and the number of both, by layer."""
     with snapshot.quiet(), torch.enable_grad(), _listening(chosen, count_examples(piece)) as calls:
         output = snapshot.checked_output(piece)
         outputs = [z for _, z in calls.values()]
-        found: dict[str, tuple[Tensor, Tensor, int]] = {}
+        found: dict[str, _Sums] = {}
         for name, (h, z) in calls.items():
             place, dtype = chosen[name], accumulation_dtype(z.dtype)
             x = place.inputs(h).to(dtype)
@@ -190,13 +182,6 @@ def _of_piece(snapshot: Snapshot, chosen: dict[str, _Place], piece: Any) -> dict
                     own = chosen[name].outputs(delta).to(found[name][1].dtype)
                     found[name][1].baddbmm_(own.mT, own)
     return found
-
-
-def _check_inputs(snapshot: Snapshot, chosen: dict[str, _Place], batch: Any) -> None:
-    """Refuse layers that see as many rows whatever the examples: with one and with two this cannot be by chance."""
-    for few in range(1, min(2, count_examples(batch)) + 1):
-        with snapshot.quiet(), _listening(chosen, few):
-            snapshot.checked_output(next(pieces(batch, few)))
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def blocks(
     in, and is left as it is.
 
     Args:
-        model: any module that `torch.func.vmap` can run, plain or whitened in any form, trained or not.
+        model: any module that `torch.func.vmap` can run, plain or whitened in any form.
         batches: an iterable of batches, or one tensor; examples are the first dimension.
         distribution: "categorical" (logits, classes at dimension 1), "bernoulli" (logits) or "gaussian" (means, unit
             variance). The log-likelihood of an example is summed over its positions.
@@ -94,7 +94,14 @@ def blocks(
     }
     sizes = {name: s.stop - s.start for name, s in where.items()}
     dtype = accumulation_dtype(snapshot.zero.dtype)
-    _check_bytes(list(sizes.values()), dtype.itemsize, max_bytes)
+    wanted = sum(size**2 for size in sizes.values()) * dtype.itemsize
+    if wanted > max_bytes:
+        raise ValueError(
+            f"this Fisher has {' + '.join(f'{n} x {n}' for n in sizes.values())} entries and would take "
+            f"{wanted / 1e9:.3g} GB, more than max_bytes ({max_bytes / 1e9:.3g} GB). Use prong.fisher.Operator for "
+            "products with it and extreme_eigenvalues for its spectrum, prong.fisher.blocks for some layers only, or a "
+            "larger max_bytes."
+        )
     examples = 0
     with snapshot.quiet():
         found = {name: snapshot.zero.new_zeros(size, size, dtype=dtype) for name, size in sizes.items()}
@@ -117,16 +124,8 @@ class Operator:
 
     A product is one forward-mode and one reverse-mode derivative for every chunk of examples: memory is that of a
     training step on `chunk` examples. F is that of the model at the time this is made: later updates are not seen. The
-    batches are kept and not copied: what is done to them in place changes later products. Arguments are as in `dense`.
-
-    Raises:
-        ValueError: of a product, a model that torch.func cannot differentiate.
-
-    Attributes:
-        shape: (size, size).
-        dtype: of vectors.
-        device: of vectors.
-        slices: which entries belong to which parameter.
+    batches are kept and not copied: what is done to them in place changes later products. Arguments are as in `blocks`,
+    and `slices` tells which entries belong to which parameter.
     """
 
     def __init__(
@@ -211,13 +210,3 @@ def _affordable(snapshot: Snapshot, batch: Any, draws: int | None) -> int:
     output = snapshot.checked_output(next(pieces(batch, 1)))
     per_example = (draws or output.numel()) * (snapshot.size + output.numel()) * output.element_size()
     return max(1, min(count_examples(batch), GRADIENT_BYTES // per_example))
-
-
-def _check_bytes(sizes: list[int], itemsize: int, max_bytes: float) -> None:
-    wanted = sum(size**2 for size in sizes) * itemsize
-    if wanted > max_bytes:
-        raise ValueError(
-            f"this Fisher has {' + '.join(f'{n} x {n}' for n in sizes)} entries and would take {wanted / 1e9:.3g} GB, "
-            f"more than max_bytes ({max_bytes / 1e9:.3g} GB). Use prong.fisher.Operator for products with it and "
-            "extreme_eigenvalues for its spectrum, prong.fisher.blocks for some layers only, or a larger max_bytes."
-        )

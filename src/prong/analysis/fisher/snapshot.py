@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,6 @@ class _Caller(nn.Module):
         self.model, self.run = model, run
 
     def forward(self, batch: Any) -> Any:
-        """The model's output on a batch."""
         return self.run(self.model, batch)
 
 
@@ -159,11 +158,7 @@ def differentiable(how: str = "") -> Iterator[None]:
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """A folded copy in eval mode, without backward hooks: torch.func cannot run them, and nothing needs them.
-
-    Raises:
-        ValueError: a model whose output on an example depends on other examples, or of which no copy can be made.
-    """
+    """A folded copy in eval mode, without backward hooks: torch.func cannot run them, and nothing needs them."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.running_mean is None:
             raise ValueError(
@@ -223,5 +218,4 @@ def count_examples(batch: Any) -> int:
 def pieces(batch: Any, chunk: int) -> Iterator[Any]:
     """The batch in pieces of at most `chunk` examples."""
     for start in range(0, count_examples(batch), chunk):
-        part: Callable[[Tensor], Tensor] = lambda x, start=start: x[start : start + chunk]  # type: ignore[misc]  # noqa: E731
-        yield tree_map_only(Tensor, part, batch)
+        yield with_tensors(batch, [x[start : start + chunk] for x in tensors_of(batch)])

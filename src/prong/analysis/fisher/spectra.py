@@ -13,6 +13,7 @@ from prong.analysis.fisher.matrices import Operator
 from prong.options import check_count
 
 FURTHER = 3  # steps for which an end must stay where it is
+_End = tuple[float, float]  # a Ritz value and its residual
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,10 @@ class Spectrum:
     Attributes:
         eigenvalues: all of them, largest first, in float64.
         trace: their sum.
-        condition: the largest eigenvalue over the smallest one above `floor` times the largest; NaN for a zero matrix.
-            Of an invertible matrix with a floor below its spectrum this is the condition number.
+        condition: the largest over the smallest one above `floor` times the largest; NaN for a zero matrix.
         floor: relative to the largest eigenvalue: what lies at or below counts as zero.
         below: how many eigenvalues do.
-        effective_rank: trace(F)^2 / ||F||_F^2, between 1 and the rank, which it is when all nonzero eigenvalues are
-            equal; NaN for a zero matrix.
+        effective_rank: trace(F)^2 / ||F||_F^2, the rank when all nonzero eigenvalues are equal; NaN for a zero matrix.
     """
 
     eigenvalues: Tensor
@@ -41,12 +40,8 @@ class Spectrum:
 def spectrum(matrix: Tensor, floor: float | None = None) -> Spectrum:
     """The eigenvalues of a symmetric positive semi-definite matrix (size, size) and what they say; see `Spectrum`.
 
-    Args:
-        matrix: from `dense` or `blocks`, or any other.
-        floor: default 1e-12 in float64, 1e-5 in float32.
-
-    Raises:
-        ValueError: not square, empty, not finite, not symmetric, or with a negative eigenvalue beyond the floor.
+    The floor is 1e-12 in float64 and 1e-5 in float32 if not given. Matrices that are not square, empty, not finite, not
+    symmetric, or with a negative eigenvalue beyond the floor are refused.
     """
     _check_square(matrix)
     floor = _floor(floor, matrix.dtype)
@@ -108,15 +103,13 @@ def extreme_eigenvalues(
 
         residual <= tolerance * theta    and    |theta - theta of the step before| <= tolerance * theta
 
-    in each of the last three steps, or when the Krylov space is exhausted and all Ritz values are eigenvalues. It ends
-    when both ends have. The largest comes within tens of steps. The smallest may need as many as there are distinct
-    eigenvalues. `converged` shows that there is an eigenvalue near theta and that more products did not change it, not
-    that there is none beyond: one much smaller than all others, or between theta and a floor inside a dense part of the
-    spectrum, can be missed. To be more certain use a smaller `tolerance`. Memory: `steps` vectors.
+    in each of the last three steps, or when the Krylov space is exhausted. It ends when both ends have. That there is
+    none beyond is not proved: an eigenvalue much smaller than all others, or inside a dense part of the spectrum near
+    the floor, can be missed.
 
     Args:
-        matrix: an `Operator`, or a dense matrix; anything with its shape, dtype and device that multiplies like one.
-        steps: how many products at most, and no more than there are rows.
+        matrix: an `Operator`, a dense matrix, or anything with shape, dtype and device that multiplies like one.
+        steps: how many products at most, and as many vectors in memory.
         tolerance: relative, as above.
         floor: default 1e-12 in float64, 1e-5 in float32; what lies at or below it counts as zero.
         generator: where x comes from; by default always the same numbers.
@@ -155,9 +148,6 @@ def extreme_eigenvalues(
         basis[k + 1] = w / betas[-1]
     (top, _), (bottom, _) = history[-1]
     return Extremes(top, bottom, top / bottom, floor, len(alphas) + 1, (largest, smallest))
-
-
-_End = tuple[float, float]  # a Ritz value and its residual
 
 
 def _ends(alphas: list[float], betas: list[float], floor: float, dtype: torch.dtype) -> list[_End]:

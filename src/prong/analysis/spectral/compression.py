@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
@@ -39,15 +40,13 @@ def compress(
         small, report = prong.spectral.compress(model, loader, parameters=0.5)
 
     A linear layer becomes two, with `rank` units in between: the best such pair in expected squared error of its
-    outputs on its own inputs (`rank_outputs` has the proof), the mean of what is lost
-    going into the bias. A convolution becomes one to few maps and a 1 x 1 one to all outputs, or a 1 x 1 one to few
-    maps and one from these, whichever loses less for its size. Layers for which two would be no smaller than one stay
-    as they are. The result is made of plain torch layers, in training or eval mode as the given ones. Everything is
-    measured in eval mode.
+    outputs on its own inputs (`rank_outputs`), the mean of what is lost going into the bias. A convolution becomes one
+    to few maps and a 1 x 1 one to all outputs, or a 1 x 1 one to few maps and one from these, whichever loses less for
+    its size. Layers for which two would be no smaller stay as they are. The result is made of plain torch layers, in
+    training or eval mode as the given ones. Everything is measured in eval mode.
 
     Args:
-        model: any module, whitened or not. What cannot be compressed (groups, attention, tied weights) is left alone
-            and the report says why.
+        model: any module, whitened or not. What cannot be compressed is left alone, and the report says why.
         batches: an iterable of batches that is iterated over twice, or one tensor; see `refresh_`.
         parameters: a budget for the whole network: a share of its parameters (a float), or how many (an int). It is
             spent on layers so that the sum of their lost shares of variance is small.
@@ -61,9 +60,8 @@ def compress(
         forward: how to run the model on a batch; default `model(batch)`, `model(batch[0])` or `model(**batch)`.
 
     Raises:
-        ValueError: not exactly one of `parameters` and `variance`, values out of range, a budget that is too small,
-            layers asked for by name that cannot be compressed, batches the model cannot take, a model that uses a
-            layer that was replaced otherwise than by calling it.
+        ValueError: options out of range, a budget that is too small, layers asked for by name that cannot be
+            compressed, a model that uses a layer that was replaced otherwise than by calling it.
         FloatingPointError: NaN or infinite activations; the message names the layer.
     """
     check_model(model)
@@ -100,23 +98,27 @@ def compress(
     for name, module in reference.named_modules():
         if not any(p is not None for p in module._parameters.values()):
             continue
-        size, kind, note = _count(module, recurse=False), type(module).__name__, notes.get(name, "")
-        flops = 2 * rows[name][1] * countable[name].weight.numel() if name in countable else None
-        if name not in subjects:
-            lines.append(Layer(name, kind, (size, size), None if flops is None else (flops, flops), note=note))
-            continue
-        subject, option = subjects[name], choice[name]
+        size, flops = _count(module, recurse=False), None
+        if name in countable:
+            flops = 2 * rows[name][1] * countable[name].weight.numel()
         line = Layer(
             name,
-            kind,
-            (size, option.parameters),
-            (flops or 0.0, subject.flops(option, rows[name])),
-            option.plan,
-            (option.rank, subject.full_rank(option.plan)),
-            subject.expected(option),
-            measured[name] / subject.variance,
-            note,
+            type(module).__name__,
+            (size, size),
+            None if flops is None else (flops, flops),
+            note=notes.get(name, ""),
         )
+        if name in subjects:
+            subject, option = subjects[name], choice[name]
+            line = replace(
+                line,
+                parameters=(size, option.parameters),
+                flops=(flops or 0.0, subject.flops(option, rows[name])),
+                plan=option.plan,
+                rank=(option.rank, subject.full_rank(option.plan)),
+                expected=subject.expected(option),
+                measured=measured[name] / subject.variance,
+            )
         lines.append(line)
     for name, module in small.named_modules():
         module.training = modes[name] if name in modes else modes[name.rpartition(".")[0]]

@@ -31,16 +31,14 @@ def dropout_(
 
     and tau is such that on average over the directions of the layer's inputs the share `rate` is dropped. The mean of
     z over masks is what the layer computes without dropout, and so is z in eval mode. Probabilities follow the
-    whitening: nothing is dropped before the first refresh, and they are new after each. Statistics are those of h, not
-    of what is left of it. `state_dict` stays, copies have the dropout too, `fold_` removes it.
-
-    Linear layers draw a mask for every row of their inputs (example or token), convolutions one for every example.
+    whitening: nothing is dropped before the first refresh, and they are new after each. `state_dict` stays, copies
+    have the dropout too, `fold_` removes it. Linear layers draw a mask for every row of their inputs (example or
+    token), convolutions one for every example.
 
     Args:
         model: a model with layers in the explicit form with basis "pca".
         rate: the mean share of directions dropped, in [0, 1 - least]. 0 removes the dropout.
-        layers: names of whitened layers or patterns such as "encoder.*". None takes all that can have it, which
-            are all but attention.
+        layers: names of whitened layers or patterns such as "encoder.*". None takes all but attention.
         least: the smallest probability of keeping a direction; what is kept is scaled by at most 1 / least.
 
     Raises:

@@ -6,6 +6,7 @@ A layer computes `z = W h + b` on inputs of mean c and covariance Sigma. Of a co
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,10 +61,9 @@ def rank_outputs(W: Tensor, Sigma: Tensor) -> Ranked:
 def rank_inputs(W: Tensor, Sigma: Tensor, taps: int) -> Ranked:
     """Directions for a replacement of a convolution by one over k maps, after a 1 x 1 convolution to these.
 
-    With M the taps of W on top of each other, (out * taps, in), the replacement is M_k = A_k A_k^T M: the 1 x 1
-    convolution has the weight A_k^T M and the taps of the other are those of A_k. A is that of `rank_outputs` for M and
-    the covariance of feature maps, the mean of Sigma's diagonal blocks, which would be best if inputs at different taps
-    were uncorrelated. They are not, so the errors are computed from all of Sigma:
+    With M the taps of W on top of each other, (out * taps, in), the replacement is M_k = A_k A_k^T M. A is that of
+    `rank_outputs` for M and the mean of Sigma's diagonal blocks, the covariance of feature maps, which would be best if
+    inputs at different taps were uncorrelated. They are not, so the errors are computed from all of Sigma:
 
         errors[k] = sum_{i, j >= k} G_ij        G_ij = sum_{t, s} (A_t^T A_s)_ij (Q Sigma_ts Q^T)_ij        Q = A^T M
 
@@ -75,19 +75,17 @@ def rank_inputs(W: Tensor, Sigma: Tensor, taps: int) -> Ranked:
     M = W.reshape(out * taps, features)
     A = rank_outputs(M, torch.einsum("tatb->ab", blocks) / taps).A
     Q = A.mT @ M
-    per_tap = A.reshape(out, taps, -1)
+    per_tap = A.reshape(out, taps, -1).unbind(1)
     G = A.new_zeros(A.shape[1], A.shape[1])
-    for t in range(taps):
-        for s in range(taps):
-            G += (per_tap[:, t].mT @ per_tap[:, s]) * (Q @ blocks[t, :, s] @ Q.mT)
+    for t, s in itertools.product(range(taps), repeat=2):
+        G += (per_tap[t].mT @ per_tap[s]) * (Q @ blocks[t, :, s] @ Q.mT)
     sums = G.flip(0, 1).cumsum(0).cumsum(1).diagonal().clamp(min=0).flip(0)
     return Ranked(A, torch.cat([sums, sums.new_zeros(1)]))
 
 
 def factors(W: Tensor, A: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(first, second), shapes (k, in) and (out, k), whose product second @ first is A_k A_k^T W."""
-    A_k = A[:, :k]
-    return A_k.mT @ W.double(), A_k
+    return A[:, :k].mT @ W.double(), A[:, :k]
 
 
 def expected_error(D: Tensor, shift: Tensor | None, c: Tensor, Sigma: Tensor) -> float:

@@ -18,10 +18,10 @@ class Layer:
     Attributes:
         name: of the layer.
         kind: the type it had.
-        plan: "plain", "outputs" or "inputs": see `Option`.
-        rank: of the layer, and the largest that there can be by its plan.
         parameters: before and after.
         flops: additions and multiplications for one example, before and after, of Linear and convolutional layers.
+        plan: "plain", "outputs" or "inputs": see `Option`.
+        rank: of the layer, and the largest that there can be by its plan.
         expected: the error on the given network's inputs to this layer, from their statistics.
         measured: the error within the compressed network, where inputs have changed too.
         note: why the layer was left as it is, if it was.
