@@ -17,7 +17,7 @@ from prong.core.whitening import Whitening, check_basis, eps_of, whiten
 from prong.distributed.reduction import Reduction
 from prong.distributed.sharding import check_unsharded
 from prong.distributed.workers import Workers, unwrapped
-from prong.layers import Explicit, Kind, Site
+from prong.layers import Explicit, Kind, Plain, Site
 from prong.layers.layout import Layout
 from prong.model.estimate import (
     Forward,
@@ -31,7 +31,7 @@ from prong.model.estimate import (
 )
 from prong.model.whiten import check_model, fold_, whiten_, whitened_sites
 from prong.options import Basis, Damping, check_damping
-from prong.refresh.apply import check_between_updates, rewhiten_
+from prong.refresh.apply import adopt_, check_between_updates, linear_of, whitenings_of
 
 Scheme = Callable[[Tensor], Any]
 
@@ -55,11 +55,12 @@ def initialize_(
     forward: Forward | None = None,
     process_group: ProcessGroup | None = None,
 ) -> nn.Module:
-    """Draw new weights for every layer in whitened coordinates, in place, and whiten what is whitened.
+    """Draw new weights for every layer in whitened coordinates, in place, and whiten what is to be whitened.
 
     Layer by layer in order of execution: the inputs' c and U are estimated with the layers before it already
     initialised, V is drawn by `scheme`, d is zero, and W = V U, b = -W c. A plain model stays plain, for any optimizer;
-    a whitened one also gets its first whitening. Not function-preserving: it is an initialiser.
+    one that is whitened, or has an optimizer that whitens, also gets its first whitening. Not function-preserving: it
+    is an initialiser, to be called before or after the optimizer is made, but before its first step.
 
     Where `torch.distributed` is initialised, all ranks call this, each with batches of its own; rank 0 draws for all.
 
@@ -124,7 +125,7 @@ def _initialize_in_order(
             for name in names:
                 layer, site = whitened_sites(model)[name]
                 try:
-                    eps = eps_of(damping, moments[name], site.layout.channels)
+                    eps = eps_of(damping, moments[name], site.layout.channels) or 1.0  # where all inputs are zero
                     whitening = whiten(moments[name], eps, basis, layer.centred(site))
                 except (ValueError, FloatingPointError) as error:
                     raise type(error)(f"layer {name!r}: {error}") from None
@@ -165,11 +166,11 @@ def _next_inputs(
 
     with workers.together(), undisturbed(model), gathering(model, waiting, workers) as moments:
         callers = {id(m.out_proj): m for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
-        handles = [
-            # Attention computes with its output projection and never calls it.
-            callers.get(id(layer), layer).register_forward_hook(lambda *_, layer=layer: stop(layer))
-            for layer in {id(x): x for x, _ in waiting.values()}.values()
-        ]
+        handles = []
+        for layer in {id(x): x for x, _ in waiting.values()}.values():
+            module = layer.module if isinstance(layer, Plain) else layer
+            caller = callers.get(id(module), module)  # attention computes with its output projection and never calls it
+            handles.append(caller.register_forward_hook(lambda *_, layer=layer: stop(layer)))
         try:
             run_batches(model, batches, None, run, workers)
         finally:
@@ -214,8 +215,13 @@ def _refresh(
 ) -> None:
     sites = whitened_sites(model)
     moments = estimate(model, batches, None, forward, workers)
-    rewhiten_(sites, moments, damping, workers=workers)
-    windows = {id(m): Window(m) for m in moments.values()}  # what sites share, they go on sharing
+    owner = next((layer.owner for layer, _ in sites.values() if layer.owner is not None), None)
+    optimizer = None if owner is None else owner.optimizer
+    new = whitenings_of(sites, moments, damping, workers, linear_of(optimizer))
+    adopt_(sites, new, optimizer, "reset", workers)  # whatever it knows is of other weights
+    if owner is not None:
+        owner.renewed(sites[name][1] for name in new)
+    windows: dict[int, Window] = {}
     for name, (_, site) in sites.items():
         if site.window is not None:  # an open window begins with what was seen here
-            site.window = windows[id(moments[name])]
+            site.window = windows.setdefault(id(moments[name]), Window(moments[name], share=site.window.share))

@@ -110,11 +110,6 @@ def check_between_updates() -> None:
         raise RuntimeError("a refresh during a backward pass would mix two coordinate systems; refresh between updates")
 
 
-def rewhiten_(sites: Sites, moments: Mapping[str, Moments], damping: Damping, workers: Workers = ALONE) -> None:
-    """Give sites the whitening of these moments and the other workers'; without samples they keep what they have."""
-    adopt_(sites, whitenings_of(sites, moments, damping, workers), workers=workers)
-
-
 def adopt_(
     sites: Sites,
     new: Mapping[str, Whitening],
