@@ -23,18 +23,11 @@ from prong.options import Implicit
 
 @dataclass(frozen=True)
 class StepError:
-    """What an approximation does to natural gradients.
+    """What an approximation does to steps g P, for gradients g = delta (h - c)^T whose delta is independent of h."""
 
-    Attributes:
-        relative: the expected error over the expected length, (E||g Q - g P||^2 / E||g P||^2)^1/2, both in the metric
-            F, for gradients g = delta (h - c)^T whose delta is independent of h.
-        least_gain: what the step is multiplied by where it comes out smallest.
-        largest_gain: where it comes out largest: a learning rate may have to be so many times smaller.
-    """
-
-    relative: float
-    least_gain: float
-    largest_gain: float
+    relative: float  # (E||g Q - g P||^2 / E||g P||^2)^1/2, both in the metric F
+    least_gain: float  # what the step is multiplied by where it comes out smallest
+    largest_gain: float  # and largest: a learning rate may have to be so many times smaller
 
 
 @torch.no_grad()
@@ -45,9 +38,6 @@ def step_error(Sigma: Tensor, eps: float, *, block: int | None = None, cutoff: f
 
     For a covariance (in, in) of a layer's inputs, and options as of `prong.Implicit`. Everything is in float64, and
     costs a few decompositions of Sigma.
-
-    Raises:
-        ValueError: not a covariance, or options out of range.
     """
     check_eps(eps)
     Implicit(cutoff=cutoff, block=block)

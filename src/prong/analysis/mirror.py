@@ -55,8 +55,7 @@ def to_primal(omega: Tensor, A: Tensor) -> Tensor:
     """The gradient of psi*: theta = A^-1 omega, the inverse of `to_dual`."""
     _check(A, omega)
     L, info = torch.linalg.cholesky_ex(A)
-    if info.item() > 0:
-        raise ValueError(_NOT_DEFINITE.format(f"its leading minor of size {info.item()} is not"))
+    _check_definite(info.item() == 0)
     theta: Tensor = torch.cholesky_solve(omega.unsqueeze(-1), L).squeeze(-1)
     return theta
 
@@ -65,8 +64,7 @@ def square_root(F: Tensor) -> Tensor:
     """The symmetric positive definite F^1/2; others are refused."""
     _check(F)
     lam, E = torch.linalg.eigh(F)
-    if not lam[0] > 0:
-        raise ValueError(_NOT_DEFINITE.format(f"its smallest eigenvalue is {lam[0].item():.3g}"))
+    _check_definite(bool(lam[0] > 0))
     root: Tensor = (E * lam.sqrt()) @ E.mT
     return root
 
@@ -121,10 +119,6 @@ def layer_factor(whitening: Whitening, taps: int = 1) -> Tensor:
     F then takes different positions of a patch to have nothing in common but their mean.
 
     Shapes: A (groups, taps in + 1, taps in + 1), or (groups, taps in, taps in) without a centre.
-
-    Raises:
-        TypeError: no whitening, as before a layer's first refresh.
-        ValueError: the whitening has no U, as where natural gradients are all that is needed.
     """
     if not isinstance(whitening, Whitening):
         raise TypeError(f"expected a Whitening, which layers have from their first refresh on, got {whitening!r}")
@@ -141,7 +135,9 @@ def layer_factor(whitening: Whitening, taps: int = 1) -> Tensor:
     return A
 
 
-_NOT_DEFINITE = "the matrix is not positive definite ({}); add damping: F + eps I"
+def _check_definite(definite: bool) -> None:
+    if not definite:
+        raise ValueError("the matrix is not positive definite; add damping: F + eps I")
 
 
 def _check(A: Tensor, x: Tensor | None = None) -> None:

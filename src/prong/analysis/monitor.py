@@ -32,35 +32,21 @@ Callback = Callable[[nn.Module], Mapping[str, float]]
 class Row:
     """One layer at one update; `prong.analysis.conditioning` has the formulas. Without finite inputs, NaN or None.
 
-    Attributes:
-        update: which update's forward was looked at; the first is 1.
-        layer: its name.
-        inputs: how many inputs, over all groups. Where they are whitened in blocks, those alone are looked at.
-        samples: rows looked at. With fewer than inputs, some eigenvalues are zero for want of samples.
-        eps: damping: the whitening's, or what its optimizer's or the monitor's own comes to.
-        spectrum: eigenvalues of the covariance Sigma (of E[h h^T] where nothing centres), largest first; empty if not
-            kept.
-        condition: (lam_max + eps) / (lam_min + eps).
-        condition_undamped: lam_max / lam_min, at most 1 / floor.
-        drift: ||U (Sigma + eps I) U^T - I||_F / sqrt(inputs), Sigma about the whitening's centre; None if not whitened.
-            It is 0 for the inputs that the whitening came from, but for a thin P (`cutoff`) and PRONG+: compare it
-            there with that of the first row after a refresh.
-        chance: the drift that so few rows would show if nothing had changed, were they independent and normal. None
-            with a thin P and with PRONG+.
-        condition_whitened: the condition number of U (Sigma + eps I) U^T, what the optimizer sees.
+    The drift is 0 for the inputs that the whitening came from, but for a thin P (`cutoff`) and PRONG+: compare it there
+    with that of the first row after a refresh.
     """
 
-    update: int
+    update: int  # whose forward was looked at; the first is 1
     layer: str
-    inputs: int
-    samples: int
-    eps: float
-    spectrum: tuple[float, ...]
-    condition: float
-    condition_undamped: float
-    drift: float | None = None
-    chance: float | None = None
-    condition_whitened: float | None = None
+    inputs: int  # how many, over all groups; where they are whitened in blocks, those alone are looked at
+    samples: int  # rows looked at; with fewer than inputs, some eigenvalues are zero for want of samples
+    eps: float  # damping: the whitening's, or what its optimizer's or the monitor's own comes to
+    spectrum: tuple[float, ...]  # of Sigma (of E[h h^T] where nothing centres), largest first; empty if not kept
+    condition: float  # (lam_max + eps) / (lam_min + eps)
+    condition_undamped: float  # lam_max / lam_min, at most 1 / floor
+    drift: float | None = None  # ||U (Sigma + eps I) U^T - I||_F / sqrt(inputs), Sigma about c; None if not whitened
+    chance: float | None = None  # that of so few new normal rows; None with a thin P and with PRONG+
+    condition_whitened: float | None = None  # of U (Sigma + eps I) U^T, what the optimizer sees
 
 
 class Monitor:
@@ -88,11 +74,8 @@ class Monitor:
         callback: a function of the model that returns more numbers by name, such as the condition of a Fisher matrix.
             It is called after chosen updates, and cannot disturb gradients, buffers, random state or train/eval mode.
 
-    Attributes:
-        rows: what was measured.
-        numbers: what the callback returned: dicts with the key "update" added.
-        updates: how many updates were counted; set it where a run is resumed.
-        listening: whether the update under way is looked at.
+    What was measured is in `rows`, and what the callback returned in `numbers`, with the key "update" added. Updates
+    are counted in `updates`; set it where a run is resumed.
     """
 
     def __init__(

@@ -77,11 +77,7 @@ def whitening_of(layer: Kind, site: Site) -> Whitening | None:
 
 
 def symmetric_root(P: Tensor, tail: float = 0.0, label: str = "") -> Tensor:
-    """U = P^(1/2), symmetric, in float64; P is as `times_inverse` takes it, (groups, in, in) or thin.
-
-    Raises:
-        ValueError: a P that rounding has made indefinite.
-    """
+    """U = P^(1/2), symmetric, in float64; P is as `times_inverse` takes it. One that rounding spoiled is refused."""
     identity = torch.eye(P.shape[-2], dtype=torch.float64, device=P.device).expand(P.shape[0], -1, -1)
     whole = times_inverse(identity, P.double(), tail)
     lam, E = torch.linalg.eigh((whole + whole.mT) / 2)

@@ -84,10 +84,7 @@ def factors(
 
     Arguments are as in `blocks`, but for `layers`: names, None being every `nn.Linear` and `nn.Conv1d/2d/3d` whose
     weight is trained and which is called. Memory is that of a training step on `chunk` examples and of their patches.
-
-    Raises:
-        ValueError: a layer asked for by name that has no such factors, one that is called more than once, or one whose
-            inputs do not have the examples as their first dimension.
+    Layers that are called more than once, or whose inputs do not have the examples first, are refused.
     """
     check_count("chunk", chunk, 1)
     with ordinary():
@@ -197,9 +194,8 @@ def _listening(chosen: dict[str, _Place], examples: int) -> Iterator[dict[str, t
                     "factors. Name the layers you want, or take the exact block from prong.fisher.blocks."
                 )
             h = args[0] if args else kwargs["input"]
-            if not isinstance(place.module, nn.Linear) and h.dim() != len(place.module.kernel_size) + 2:
-                raise ValueError(f"layer {name!r} sees maps without examples; give it batches of maps")
-            if h.dim() < 2 or h.shape[0] != examples or z.numel() == 0:
+            least = 2 if isinstance(place.module, nn.Linear) else len(place.module.kernel_size) + 2
+            if h.dim() < least or h.shape[0] != examples or z.numel() == 0:
                 raise ValueError(
                     f"layer {name!r} sees inputs of shape {tuple(h.shape)} for {examples} examples. Kronecker factors "
                     "are means over examples, the first dimension of a layer's inputs, and over positions. Name other "

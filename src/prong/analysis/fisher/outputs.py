@@ -21,11 +21,9 @@ from prong.gradients.outputs import Distribution, sampled_output_gradient
 
 
 def each_exact_row(output: Tensor, distribution: Distribution) -> Iterator[Tensor]:
-    """Rows s with sum_r s_r s_r^T = H for every example, each shaped as the output; as many as an example has outputs.
+    """Rows s = R e_i with sum_r s_r s_r^T = H for every example, each shaped as the output; as many as it has outputs.
 
-    categorical   sqrt(p_y) (e_y - p) for every label y and position: the score of y, weighted by its probability
-    bernoulli     sqrt(p (1 - p)) e_i for every entry
-    gaussian      e_i for every entry
+    Categorical ones are sqrt(p_y) (e_y - p), the scores of labels, weighted by their probabilities.
     """
     for i in range(output[0].numel()):
         e = torch.zeros_like(output).reshape(len(output), -1)

@@ -37,12 +37,6 @@ class Snapshot:
 
     Copies of whitened layers are folded: their gradients are ordinary ones, and nothing that a training run gathers
     sees them. Parameters that are not trained (`requires_grad=False`) are constants.
-
-    Attributes:
-        groups: the names of the parameters of each block that is wanted.
-        plain_names: of each parameter that is wanted, by its name in the coordinates.
-        slices: where each parameter is in the vector of all, by its name in the coordinates.
-        zero: that vector of zeros, the change at which derivatives are taken.
     """
 
     def __init__(
@@ -67,7 +61,7 @@ class Snapshot:
             trained = {renamed.get(name, name): name for name, p in parameters.items() if p.requires_grad}
             if not trained:
                 raise ValueError("no parameter of this model is trained: all have requires_grad=False")
-            self.groups = choose(trained, names)
+            self.groups = choose(trained, names)  # the parameters of each block, by their names in the coordinates
             chosen = {member for members in self.groups.values() for member in members}
             self.plain_names = {new: old for new, old in trained.items() if new in chosen}
             wanted = set(self.plain_names.values())
@@ -76,6 +70,7 @@ class Snapshot:
             self._parameters = {name: p.detach() for name, p in parameters.items() if name in wanted | mapped}
             self._sizes = [parameters[old].numel() for old in self.plain_names.values()]
             ends = torch.tensor([0, *self._sizes]).cumsum(0).tolist()
+            # Where each parameter is in the vector of all, and that vector of zeros: the change to differentiate at.
             self.slices = {new: slice(*ends[i : i + 2]) for i, new in enumerate(self.plain_names)}
             self.zero = next(iter(self._parameters.values())).new_zeros(ends[-1])
 

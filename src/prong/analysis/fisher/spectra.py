@@ -18,23 +18,14 @@ _End = tuple[float, float]  # a Ritz value and its residual
 
 @dataclass(frozen=True)
 class Spectrum:
-    """A summary of a symmetric positive semi-definite matrix.
+    """A summary of a symmetric positive semi-definite matrix; of a zero matrix, ratios are NaN."""
 
-    Attributes:
-        eigenvalues: all of them, largest first, in float64.
-        trace: their sum.
-        condition: the largest over the smallest one above `floor` times the largest; NaN for a zero matrix.
-        floor: relative to the largest eigenvalue: what lies at or below counts as zero.
-        below: how many eigenvalues do.
-        effective_rank: trace(F)^2 / ||F||_F^2, the rank when all nonzero eigenvalues are equal; NaN for a zero matrix.
-    """
-
-    eigenvalues: Tensor
-    trace: float
-    condition: float
-    floor: float
-    below: int
-    effective_rank: float
+    eigenvalues: Tensor  # all of them, largest first, in float64
+    trace: float  # their sum
+    condition: float  # the largest over the smallest one above `floor` times the largest
+    floor: float  # relative to the largest eigenvalue: what lies at or below counts as zero
+    below: int  # how many eigenvalues do
+    effective_rank: float  # trace(F)^2 / ||F||_F^2: the rank when all nonzero eigenvalues are equal
 
 
 def spectrum(matrix: Tensor, floor: float | None = None) -> Spectrum:
@@ -68,23 +59,14 @@ def spectrum(matrix: Tensor, floor: float | None = None) -> Spectrum:
 
 @dataclass(frozen=True)
 class Extremes:
-    """The ends of a spectrum, as far as they were found.
-
-    Attributes:
-        largest: the largest eigenvalue.
-        smallest: the smallest one above `floor` times the largest.
-        condition: their ratio.
-        floor: relative to the largest eigenvalue.
-        steps: products with the matrix that were made.
-        converged: whether (largest, smallest) passed the test of `extreme_eigenvalues`, which is evidence and no proof.
-    """
+    """The ends of a spectrum, as far as they were found."""
 
     largest: float
-    smallest: float
-    condition: float
+    smallest: float  # the smallest above `floor` times the largest
+    condition: float  # their ratio
     floor: float
-    steps: int
-    converged: tuple[bool, bool]
+    steps: int  # products with the matrix that were made
+    converged: tuple[bool, bool]  # whether (largest, smallest) passed the test, which is evidence and no proof
 
 
 def extreme_eigenvalues(

@@ -15,18 +15,14 @@ Plan = Literal["plain", "outputs", "inputs"]
 class Option:
     """One way to have a layer.
 
-    Attributes:
-        plan: "plain" as it was; "outputs": few outputs, then a linear map to all of them; "inputs": of a convolution,
-            a 1 x 1 convolution to few maps, then the kernel.
-        rank: the number of outputs or maps in between.
-        parameters: of the layer, then.
-        error: the expected share of the variance of the layer's outputs that is lost.
+    Plans are "plain" as it was; "outputs": few outputs, then a linear map to all of them; "inputs": of a convolution,
+    a 1 x 1 convolution to few maps, then the kernel.
     """
 
     plan: Plan
-    rank: int
-    parameters: int
-    error: float
+    rank: int  # the number of outputs or maps in between
+    parameters: int  # of the layer, then
+    error: float  # the expected share of the variance of the layer's outputs that is lost
 
 
 Options = Mapping[str, Sequence[Option]]
@@ -61,11 +57,7 @@ def total_parameters(choice: Choice) -> int:
 
 
 def equal_shares(options: Options, budget: int) -> Choice:
-    """Every layer has the same share of its own parameters: its best option within that.
-
-    Raises:
-        ValueError: a budget below the smallest possible.
-    """
+    """Every layer has the same share of its own parameters: its best option within that."""
     several = _within(options, budget)
     sizes = {name: max(o.parameters for o in layer) for name, layer in options.items()}
     shares = sorted({o.parameters / sizes[name] for name, layer in several.items() for o in layer})
@@ -86,9 +78,6 @@ def least_error(options: Options, budget: int) -> Choice:
     From every layer's smallest option, steps along the lower convex hulls of (parameters, error) are taken in the
     order of error saved per parameter, which gives the least error for the parameters it ends with. What is left
     of the budget goes to the single change that saves most, again and again. Never worse than `equal_shares`.
-
-    Raises:
-        ValueError: a budget below the smallest possible.
     """
     several = _within(options, budget)
     choice = {name: layer[0] for name, layer in several.items()}

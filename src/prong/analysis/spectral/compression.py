@@ -71,7 +71,8 @@ def compress(
         batches = list(batches)  # they are needed twice
     modes = {name: module.training for name, module in model.named_modules()}
     reference = _unwatched(fold_(copy.deepcopy(model)).eval())
-    chosen, countable, notes = _choose(reference, layers)
+    chosen, notes = _choose(reference, layers)
+    countable = {name: m for name, m in reference.named_modules() if isinstance(m, Compressible) and _count(m)}
     moments, rows = probe(reference, countable, chosen, batches, samples, max_positions, forward)
     subjects: dict[str, Subject] = {}
     for name, layer in chosen.items():
@@ -160,26 +161,17 @@ def _unwatched(model: nn.Module) -> nn.Module:
     return model
 
 
-def _choose(
-    model: nn.Module, layers: str | Iterable[str] | None
-) -> tuple[dict[str, Compressible], dict[str, Compressible], dict[str, str]]:
-    """The layers to compress, all whose operations can be counted, and the reasons of those that are left alone.
-
-    Raises:
-        ValueError: a pattern that fits nothing, a layer asked for by name that cannot be compressed, or none that can.
-    """
+def _choose(model: nn.Module, layers: str | Iterable[str] | None) -> tuple[dict[str, Compressible], dict[str, str]]:
+    """The layers to compress, and the reasons of those that are left alone. What was asked for by name has none."""
     modules, shared = dict(model.named_modules()), shared_parameters(model)
     wanted = set(fitting(modules, layers, "layer"))
     exactly = {layers} if isinstance(layers, str) else set(layers or ())
     chosen: dict[str, Compressible] = {}
-    countable: dict[str, Compressible] = {}
     reasons: dict[str, str] = {}
     for name, module in modules.items():
         if not any(p is not None for p in module._parameters.values()):
             continue
         reason = _why_not_compressed(name, module, modules, shared)
-        if isinstance(module, Compressible) and "weight" in module._parameters and _count(module):
-            countable[name] = module
         if reason is not None:
             if name in exactly:
                 raise ValueError(f"layer {name!r} cannot be compressed: {reason}")
@@ -193,7 +185,7 @@ def _choose(
             f"nothing in this {type(model).__name__} can be compressed, only Linear and Conv1d/2d/3d layers: "
             + "; ".join(f"{name or '(model)'}: {reason}" for name, reason in reasons.items())
         )
-    return chosen, countable, reasons
+    return chosen, reasons
 
 
 def _why_not_compressed(name: str, module: nn.Module, modules: dict[str, nn.Module], shared: set[int]) -> str | None:

@@ -80,16 +80,11 @@ def _choose(model: nn.Module, layers: str | Iterable[str] | None) -> list[Kind]:
     whitened = dict(whitened_layers(model))
     if not whitened:
         raise ValueError('this model has no whitened layers; call prong.whiten_(model, form="explicit") first')
-    reasons = {name: _why_not(layer) for name, layer in whitened.items()}
-    wanted = fitting(whitened, layers, "whitened layer")
-    if layers is None:
-        wanted = [name for name in wanted if reasons[name] != NOT_ALIKE]
-        if not wanted:
-            raise ValueError(f"spectral dropout is not for {NOT_ALIKE}, and nothing else in this model is whitened")
-    for name in wanted:
-        if reasons[name] is not None:
-            raise ValueError(f"layer {name!r}: spectral dropout is not for {reasons[name]}")
-    return [whitened[name] for name in wanted]
+    reasons = {name: _why_not(whitened[name]) for name in fitting(whitened, layers, "whitened layer")}
+    for name, reason in reasons.items():
+        if reason is not None and (layers is not None or reason != NOT_ALIKE or set(reasons.values()) == {NOT_ALIKE}):
+            raise ValueError(f"layer {name!r}: spectral dropout is not for {reason}")
+    return [whitened[name] for name, reason in reasons.items() if reason is None]
 
 
 def _why_not(layer: Kind) -> str | None:

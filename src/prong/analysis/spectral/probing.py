@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -30,10 +30,9 @@ class Probe:
     """
 
     def __init__(self, name: str, layer: Compressible, gathers: bool, max_positions: int | None) -> None:
-        self.name, self.max_positions = name, max_positions
-        features = layer.weight[0].numel()
-        self.moments = Moments(1, features, torch.float64, layer.weight.device) if gathers else None
-        self.inputs = self.outputs = 0
+        self.name, self.max_positions, self.inputs, self.outputs = name, max_positions, 0, 0
+        moments = Moments(1, layer.weight[0].numel(), torch.float64, layer.weight.device)
+        self.moments = moments if gathers else None
 
     def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], z: Tensor) -> None:
         """Add the inputs of one call."""
@@ -56,15 +55,14 @@ class Probe:
 def probe(
     model: nn.Module,
     layers: Mapping[str, Compressible],
-    gather: Iterable[str],
+    gather: Collection[str],
     batches: Any,
     samples: int | None,
     max_positions: int | None,
     forward: Forward | None,
 ) -> tuple[dict[str, Moments], dict[str, tuple[float, float]]]:
     """Moments of the inputs of layers to `gather`, and positions of inputs and outputs per example; no side effects."""
-    chosen = set(gather)
-    probes = {name: Probe(name, layer, name in chosen, max_positions) for name, layer in layers.items()}
+    probes = {name: Probe(name, layer, name in gather, max_positions) for name, layer in layers.items()}
     hooks = [layer.register_forward_hook(probes[name], with_kwargs=True) for name, layer in layers.items()]
     try:
         with undisturbed(model):
@@ -87,10 +85,8 @@ def distances(
     """Mean squared distances between the outputs of layers of equal names in two models, and between what these return.
 
     The former are E||z - z'||^2 over examples and positions, for layers of so many `outputs`; the latter is
-    E||f - g||^2 / E||f - E f||^2.
-
-    Raises:
-        ValueError: `model` reads attributes that a replaced layer has not, or does not call it as `reference` does.
+    E||f - g||^2 / E||f - E f||^2. A model that reads attributes that a replaced layer has not, or does not call it as
+    the reference does, is refused.
     """
     pairs: dict[str, tuple[list[Tensor], list[Tensor]]] = {name: ([], []) for name in outputs}
     hooks = [
@@ -150,11 +146,11 @@ class _Spread:
     """The summed squared distance of outputs from their mean over examples; those of other shapes have other means."""
 
     def __init__(self) -> None:
-        self._sums: dict[Any, tuple[int, Tensor, float]] = {}
+        self._sums: dict[Any, tuple[int, Any, float]] = {}
 
     def add(self, which: int, f: Tensor) -> None:
         rows = f.double().reshape(f.shape[0] if f.dim() else 1, -1)
-        count, total, squares = self._sums.get((which, f.shape[1:]), (0, torch.zeros_like(rows[0]), 0.0))
+        count, total, squares = self._sums.get((which, f.shape[1:]), (0, 0.0, 0.0))
         self._sums[which, f.shape[1:]] = (count + len(rows), total + rows.sum(0), squares + _square(rows))
 
     def total(self) -> float:

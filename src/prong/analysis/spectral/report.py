@@ -10,47 +10,30 @@ from prong.model.tables import aligned
 
 @dataclass(frozen=True)
 class Layer:
-    """One line of a report.
+    """One line of a report: sizes before and after, and errors.
 
     Errors are mean squared distances of the layer's outputs from those of the given network, as shares of
     the variance of these (of their mean square where the layer has no bias).
-
-    Attributes:
-        name: of the layer.
-        kind: the type it had.
-        parameters: before and after.
-        flops: additions and multiplications for one example, before and after, of Linear and convolutional layers.
-        plan: "plain", "outputs" or "inputs": see `Option`.
-        rank: of the layer, and the largest that there can be by its plan.
-        expected: the error on the given network's inputs to this layer, from their statistics.
-        measured: the error within the compressed network, where inputs have changed too.
-        note: why the layer was left as it is, if it was.
     """
 
     name: str
-    kind: str
+    kind: str  # the type it had
     parameters: tuple[int, int]
-    flops: tuple[float, float] | None
-    plan: Plan = "plain"
-    rank: tuple[int, int] | None = None
-    expected: float = 0.0
-    measured: float = 0.0
-    note: str = ""
+    flops: tuple[float, float] | None  # additions and multiplications for one example, of Linear and convolutions
+    plan: Plan = "plain"  # see `Option`
+    rank: tuple[int, int] | None = None  # and the largest that there can be by its plan
+    expected: float = 0.0  # the error on the given network's inputs to this layer, from their statistics
+    measured: float = 0.0  # the error within the compressed network, where inputs have changed too
+    note: str = ""  # why the layer was left as it is, if it was
 
 
 @dataclass(frozen=True)
 class Report:
-    """A line for each layer with parameters of its own, and totals; prints as a table.
-
-    Attributes:
-        layers: the lines.
-        parameters: of the network, before and after; tied ones count once.
-        output_error: E||f - g||^2 / E||f - E f||^2 with f and g the outputs of the given and the compressed network.
-    """
+    """A line for each layer with parameters of its own, and totals; prints as a table."""
 
     layers: tuple[Layer, ...]
-    parameters: tuple[int, int]
-    output_error: float
+    parameters: tuple[int, int]  # of the network, before and after; tied ones count once
+    output_error: float  # E||f - g||^2 / E||f - E f||^2, f and g what the given and the compressed network return
 
     @property
     def flops(self) -> tuple[float, float]:
