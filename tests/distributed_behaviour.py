@@ -78,6 +78,9 @@ def made_too_early() -> list[tuple[nn.Module, torch.optim.Optimizer]]:
 def made_before_the_group(place: Place) -> list[str]:
     """Such an optimizer would whiten by its rank's data alone: its first step says what to do, and changes nothing."""
     said = []
+    trained, whole, other = ddp()
+    updates(whole, other, batches(trained, 3, SIZE), place)
+    place.early[0][1].load_state_dict(other.state_dict())
     for model, optimizer in place.early:
         whole, before = DistributedDataParallel(model), canonical(model)
         data = batches(model, 1, SIZE)

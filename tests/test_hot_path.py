@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd.profiler import profile
 
 import prong
+from tests.training import FORMS
 
 WIDTHS = (60, 40, 30, 60)
 ROWS = 32
@@ -50,26 +51,39 @@ def warmed(model: nn.Module, optimizer: torch.optim.Optimizer, h: torch.Tensor, 
 
 
 OPTIONS = {
-    "implicit": {},
-    "explicit": {"form": "explicit"},
-    "balance": {"balance": True},
-    "cutoff": {"cutoff": 1.0},
-    "bfloat16": {"storage": torch.bfloat16},
+    **{form: {"form": form} for form in FORMS},
+    "cutoff": {"form": prong.Implicit(cutoff=1.0)},
+    "bfloat16": {"form": prong.Implicit(storage=torch.bfloat16)},
 }
+
+
+def refreshed_rarely(rows: int) -> prong.Every:
+    return prong.Every(1000, samples=2 * rows)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_no_number_is_read_back_between_refreshes(name):
     model, h = network(), torch.randn(ROWS, WIDTHS[0])
-    optimizer = prong.PRONG(model, lr=1e-3, eps=0.1, period=1000, samples=2 * ROWS, **OPTIONS[name])
+    optimizer = prong.PRONG(model, lr=1e-3, refresh=refreshed_rarely(ROWS), trust=None, **OPTIONS[name])
     asked = [traced(model, optimizer, h)[0] for _ in range(12)]
     assert any(WAITS & set(each) for each in asked[:4]), "a refresh does, so this test can see it"
     assert not any(WAITS & set(each) for each in asked[8:])
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_bound_on_steps_waits_once_for_all_layers(form):
+    model, h = network(), torch.randn(ROWS, WIDTHS[0])
+    optimizer = prong.PRONG(model, lr=1e-3, form=form, refresh=refreshed_rarely(ROWS), trust=0.01)
+    warmed(model, optimizer, h)
+    asked = traced(model, optimizer, h)[0]
+    numbers = 2 * len(WIDTHS[1:])  # a sum and a count of each layer, which come together
+    assert asked["aten::item"] + asked["aten::_local_scalar_dense"] <= 2 * numbers
+
+
 def test_diagonal_corrections_wait_once_for_all_layers():
     model, h = network(), torch.randn(ROWS, WIDTHS[0])
-    optimizer = prong.PRONG(model, lr=1e-3, eps=0.1, period=1000, samples=2 * ROWS, plus=True)
+    form = prong.Explicit(plus=True)
+    optimizer = prong.PRONG(model, lr=1e-3, form=form, refresh=refreshed_rarely(ROWS), trust=None)
     warmed(model, optimizer, h)
     assert traced(model, optimizer, h)[0]["aten::item"] == 1, "whether what they divide by is finite"
     model(h).square().mean().backward()
@@ -81,7 +95,7 @@ def test_an_update_allocates_whitened_inputs_or_gradients_beside_what_sgd_does(r
     h = torch.randn(rows, WIDTHS[0])
     plain, model = network(), network()
     sgd = torch.optim.SGD(plain.parameters(), lr=1e-3, momentum=0.9)
-    natural = prong.PRONG(model, lr=1e-3, momentum=0.9, eps=0.1, period=1000, samples=2 * rows)
+    natural = prong.PRONG(model, lr=1e-3, form="implicit", refresh=refreshed_rarely(rows), trust=None)
     warmed(plain, sgd, h)
     warmed(model, natural, h)
     extra = traced(model, natural, h)[1] - traced(plain, sgd, h)[1]

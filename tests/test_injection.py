@@ -11,26 +11,41 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import prong
+from prong.core.whitening import Whitening
+from prong.layers import Site, Tap, WhitenedLayer
 from prong.model.whiten import whitened_layers, whitened_sites
 from tests.cases import (
     FORMS,
     MODELS,
     SPECS,
+    VIEWS,
     accumulated,
     assert_close,
     assert_identical,
+    attached,
     curved,
-    parameter_gradients,
     plain_copy,
+    step_of,
 )
 
 forms = pytest.mark.parametrize("form", FORMS)
+every_form = pytest.mark.parametrize("form", [*FORMS, *VIEWS])
 models = pytest.mark.parametrize("case", MODELS.values(), ids=MODELS)
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+def inverse_of(whitening: Whitening) -> Tensor:
+    """(Sigma + eps I)^-1, whatever a form keeps of it."""
+    return whitening.P if whitening.U is None else whitening.U.mT @ whitening.U
+
+
+def site_of(model: nn.Module) -> Site:
+    """The first site of a model."""
+    return next(iter(whitened_sites(model).values()))[1]
 
 
 def names(model: nn.Module) -> list[str]:
@@ -225,8 +240,9 @@ def test_a_predicate_that_takes_nothing_is_an_error():
     [
         ({"model": torch.zeros(3)}, TypeError, "expected a torch.nn.Module, got Tensor"),
         ({"model": None}, TypeError, "expected a torch.nn.Module, got NoneType"),
-        ({"form": "both"}, ValueError, "form is 'implicit' or 'explicit', got 'both'"),
-        ({"basis": "svd"}, ValueError, "basis is one of pca, zca, cholesky, got 'svd'"),
+        ({"form": "both"}, ValueError, "form is 'auto', 'implicit', .* got 'both'"),
+        ({"form": "auto"}, ValueError, "a matter of the optimizer"),
+        ({"form": prong.Materialised()}, ValueError, "a matter of the optimizer"),
         ({"max_positions": 0}, ValueError, "max_positions is at least 1, got 0"),
         ({"layers": [0]}, TypeError, "layer names and patterns are strings, got int"),
         ({"layers": 3}, TypeError, "int"),
@@ -250,41 +266,44 @@ def test_only_modules_are_taken(function):
 # Reversible -----------------------------------------------------------------------------------------------------------
 
 
-@forms
+def anatomy(model: nn.Module) -> dict[str, list]:
+    """What folding has to bring back."""
+    return {
+        "classes": [type(m) for m in model.modules()],
+        "attributes": [set(vars(m)) for m in model.modules()],
+        "hooks": [(dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in model.modules()],
+        "parameters": [(name, id(p)) for name, p in model.named_parameters()],
+        "keys": list(model.state_dict()),
+    }
+
+
+@every_form
 @models
 def test_injection_is_reversible(form, case):
     model = case.build().eval()
     plain = copy.deepcopy(model)
     x = case.sample(4)
-    before = {
-        "classes": [type(m) for m in model.modules()],
-        "attributes": [set(vars(m)) for m in model.modules()],
-        "parameters": [(name, id(p)) for name, p in model.named_parameters()],
-        "keys": list(model.state_dict()),
-    }
-    assert prong.whiten_(model, form) is model
+    before = anatomy(model)
+    _optimizer = attached(model, form)
     assert list(model.state_dict()) == before["keys"]
     assert {id(p) for p in model.parameters()} == {i for _, i in before["parameters"]}
+    if form in VIEWS:
+        assert anatomy(model)["parameters"] == before["parameters"]
     for mine, theirs in zip(model.modules(), plain.modules(), strict=True):
         assert isinstance(mine, type(theirs))
     assert_close(model(x), plain(x))
     prong.refresh_(model.train(), case.sample(9))
     assert list(model.eval().state_dict()) == before["keys"]
     assert prong.fold_(model) is model
-    assert {
-        "classes": [type(m) for m in model.modules()],
-        "attributes": [set(vars(m)) for m in model.modules()],
-        "parameters": [(name, id(p)) for name, p in model.named_parameters()],
-        "keys": list(model.state_dict()),
-    } == before
+    assert anatomy(model) == before
     assert_close(model(x), plain(x))
     assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-@forms
-def test_folding_an_implicit_model_leaves_parameters_to_the_bit_and_gradients_where_they_are(form):
+@pytest.mark.parametrize("form", ["implicit", *VIEWS])
+def test_folding_leaves_canonical_parameters_to_the_bit_and_gradients_where_they_are(form):
     model = MODELS["mlp"].build()
-    prong.whiten_(model, form)
+    _optimizer = attached(model, form)
     prong.refresh_(model, MODELS["mlp"].sample(9))
     curved(model(MODELS["mlp"].sample(3))).backward()
     before, gradients = {n: p.clone() for n, p in model.state_dict().items()}, [p.grad for p in model.parameters()]
@@ -318,27 +337,32 @@ def test_more_layers_can_be_whitened_later(form):
     assert model.encoder[0].sites[0].whitening is whitening
 
 
-@forms
+@every_form
 def test_a_single_layer_can_be_the_model(form):
     layer = SPECS["linear"].build()
-    assert prong.whiten_(layer, form) is layer
+    _optimizer = attached(layer, form)
     prong.refresh_(layer, SPECS["linear"].sample(8))
-    assert isinstance(layer, nn.Linear) and isinstance(layer, prong.layers.WhitenedLayer)
+    assert isinstance(layer, nn.Linear) and isinstance(layer, WhitenedLayer) == (form in FORMS)
+    assert names(layer) == [""] and site_of(layer).whitening is not None
     assert type(prong.fold_(layer)) is nn.Linear
 
 
-@forms
+@every_form
 def test_hooks_of_the_user_stay_and_run_once_per_call(form):
     model = MODELS["mlp"].build()
     calls = []
     model[0].register_forward_hook(lambda *_: calls.append("forward"))
     model[0].register_forward_pre_hook(lambda *_: calls.append("pre"))
     model[0].register_full_backward_hook(lambda *_: calls.append("backward"))
-    kept = [dict(m._forward_hooks) | dict(m._forward_pre_hooks) | dict(m._backward_hooks) for m in model.modules()]
-    for change in (lambda: prong.whiten_(model, form), lambda: prong.fold_(model)):
-        change()
-        now = [dict(m._forward_hooks) | dict(m._forward_pre_hooks) | dict(m._backward_hooks) for m in model.modules()]
-        assert now == kept
+
+    def hooks() -> list[list]:
+        every = (m._forward_hooks | m._forward_pre_hooks | m._backward_hooks for m in model.modules())
+        return [[hook for hook in found.values() if not isinstance(hook, Tap)] for found in every]
+
+    kept = hooks()
+    for change in (lambda: attached(model, form), lambda: prong.fold_(model)):
+        _optimizer = change()
+        assert hooks() == kept
         calls.clear()
         curved(model(MODELS["mlp"].sample(3).requires_grad_())).backward()
         assert calls == ["pre", "forward", "backward"]
@@ -372,7 +396,7 @@ class Pair(nn.Module):
         return self.left(a) if b is None else self.left(a) + self.right(b)
 
 
-@forms
+@every_form
 def test_batches_come_as_a_tensor_a_list_a_generator_pairs_mappings_or_a_loader(form):
     x = MODELS["mlp"].sample(12)
     y = torch.arange(12)
@@ -389,12 +413,13 @@ def test_batches_come_as_a_tensor_a_list_a_generator_pairs_mappings_or_a_loader(
     expected = None
     for way, batches in ways.items():
         torch.manual_seed(1)
-        model = prong.whiten_(MODELS["mlp"].build(), form)
+        model = MODELS["mlp"].build()
+        _optimizer = attached(model, form)
         prong.refresh_(model, batches)
-        whitening = model[0].sites[0].whitening
-        P = whitening.P if form == "implicit" else whitening.U.mT @ whitening.U
-        expected = (whitening.c, P) if expected is None else expected
-        assert_close((whitening.c, P), expected, way)
+        whitening = site_of(model).whitening
+        found = whitening.c, inverse_of(whitening)
+        expected = expected or found
+        assert_close(found, expected, way)
 
 
 @forms
@@ -407,9 +432,10 @@ def test_a_forward_of_the_users_own_and_keyword_batches(form):
     assert_identical(dict(model.right.sites[0].whitening.items()), dict(first.items()))
 
 
-@forms
+@every_form
 def test_samples_bounds_how_many_examples_are_looked_at(form):
-    model = prong.whiten_(MODELS["mlp"].build(), form)
+    model = MODELS["mlp"].build()
+    _optimizer = attached(model, form)
     x, taken = MODELS["mlp"].sample(40), []
 
     def batches():
@@ -419,29 +445,32 @@ def test_samples_bounds_how_many_examples_are_looked_at(form):
 
     prong.refresh_(model, batches(), samples=15)
     assert len(taken) == 2
-    assert_close(model[0].sites[0].whitening.c[0], x[:20].mean(0))
+    assert_close(site_of(model).whitening.c[0], x[:20].mean(0))
 
 
-@forms
+@every_form
 def test_a_branch_that_is_not_reached_keeps_its_whitening(form):
-    model = prong.whiten_(Pair(), form)
+    model = Pair()
+    _optimizer = attached(model, form)
+    left, right = (site for _, site in whitened_sites(model).values())
     a, b = torch.randn(6, 3).double(), torch.randn(6, 4).double()
     prong.refresh_(model, [{"a": a}])
-    assert model.right.sites[0].whitening is None and model.left.sites[0].whitening is not None
+    assert right.whitening is None and left.whitening is not None
     prong.refresh_(model, [{"a": a, "b": b}])
-    kept, old = model.right.sites[0].whitening, model.left.sites[0].whitening
+    kept, old = right.whitening, left.whitening
     prong.refresh_(model, [{"a": 2 * a}])
-    assert model.right.sites[0].whitening is kept and model.left.sites[0].whitening is not old
+    assert right.whitening is kept and left.whitening is not old
 
 
 # Refresh: what it leaves alone ----------------------------------------------------------------------------------------
 
 
-@forms
+@every_form
 @models
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_a_refresh_has_no_side_effects(form, case, training):
-    model = prong.whiten_(case.build(), form)
+    model = case.build()
+    _optimizer = attached(model, form)
     curved(model(case.sample(4))).backward()  # .grad is there, batch norm has seen something
     model.train(training)
     next(iter(model.children())).train(not training)  # modes need not be uniform
@@ -469,19 +498,19 @@ def test_a_refresh_has_no_side_effects(form, case, training):
     assert [m.training for m in model.modules()] == modes
     assert [p.requires_grad for p in model.parameters()] == requires
     assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == hooks
-    assert all(site.inputs is None for _, site in whitened_sites(model).values())
+    assert all(site.window is None for _, site in whitened_sites(model).values())
 
 
-@forms
+@every_form
 def test_a_refresh_puts_open_windows_aside(form):
     model = MODELS["mlp"].build()
-    prong.PRONG(model, lr=0.1, form=form)
+    _optimizer = prong.PRONG(model, lr=0.1, form=form)
     model(MODELS["mlp"].sample(5))
-    windows = [site.inputs for _, site in whitened_sites(model).values()]
+    windows = [site.window for _, site in whitened_sites(model).values()]
     counts = [(window.moments.count, window.examples) for window in windows]
     prong.refresh_(model, MODELS["mlp"].sample(9))
     for (_, site), window, count in zip(whitened_sites(model).values(), windows, counts, strict=True):
-        assert site.inputs is window and (window.moments.count, window.examples) == count
+        assert site.window is window and (window.moments.count, window.examples) == count
 
 
 # Refresh: all or nothing ----------------------------------------------------------------------------------------------
@@ -509,11 +538,12 @@ BAD_BATCHES = {
 }
 
 
-@forms
+@every_form
 @pytest.mark.parametrize(("batches", "error", "message"), BAD_BATCHES.values(), ids=BAD_BATCHES)
 @pytest.mark.parametrize("refreshed", [False, True], ids=["first", "later"])
 def test_a_refresh_that_fails_changes_nothing(form, batches, error, message, refreshed):
-    model = prong.whiten_(MODELS["mlp"].build(), form)
+    model = MODELS["mlp"].build()
+    _optimizer = attached(model, form)
     if refreshed:
         prong.refresh_(model, MODELS["mlp"].sample(9))
     before, random = state_of(model), None
@@ -523,7 +553,7 @@ def test_a_refresh_that_fails_changes_nothing(form, batches, error, message, ref
         prong.refresh_(model, bad)
     assert_identical(state_of(model), before)
     assert torch.equal(torch.get_rng_state(), random)
-    assert all(site.inputs is None and site.training_only for _, site in whitened_sites(model).values())
+    assert all(site.window is None and not site.aside for _, site in whitened_sites(model).values())
     prong.refresh_(model, MODELS["mlp"].sample(9))
 
 
@@ -542,23 +572,28 @@ def test_a_model_that_fails_in_its_own_way_is_left_as_it_was(form):
     assert model.training
 
 
-@pytest.mark.parametrize("eps", [0, 0.0, -1e-3, float("nan"), float("inf")])
-def test_damping_is_positive_and_finite(eps):
+@pytest.mark.parametrize("damping", [0, 0.0, -1e-3, float("nan"), float("inf")])
+def test_damping_is_positive_and_finite(damping):
     model = prong.whiten_(MODELS["mlp"].build())
-    with pytest.raises(ValueError, match="eps must be positive and finite"):
-        prong.refresh_(model, MODELS["mlp"].sample(9), eps)
+    with pytest.raises(ValueError, match=r"damping must be (positive and )?finite"):
+        prong.refresh_(model, MODELS["mlp"].sample(9), damping)
+    with pytest.raises(ValueError, match=r"eps must be (positive and )?finite"):
+        prong.Absolute(damping)
     assert model[0].sites[0].whitening is None
 
 
-@pytest.mark.parametrize("eps", ["0.1", None, True])
-def test_damping_is_a_number(eps):
+@pytest.mark.parametrize("damping", ["0.1", None, True])
+def test_damping_is_a_number(damping):
+    with pytest.raises(TypeError, match="damping is a number"):
+        prong.refresh_(prong.whiten_(MODELS["mlp"].build()), MODELS["mlp"].sample(9), damping)
     with pytest.raises(TypeError, match="eps is a number"):
-        prong.refresh_(prong.whiten_(MODELS["mlp"].build()), MODELS["mlp"].sample(9), eps)
+        prong.Absolute(damping)
 
 
-@forms
+@every_form
 def test_a_refresh_during_a_backward_pass_is_refused(form):
-    model = prong.whiten_(MODELS["mlp"].build(), form)
+    model = MODELS["mlp"].build()
+    _optimizer = attached(model, form)
     x = MODELS["mlp"].sample(9)
     before = state_of(model)
     z = model(x)
@@ -582,8 +617,15 @@ def test_a_model_none_of_whose_whitened_layers_ran_is_not_refreshed():
 # Refresh: what is no error --------------------------------------------------------------------------------------------
 
 
-@forms
-@pytest.mark.parametrize("basis", ["pca", "zca", "cholesky"])
+@pytest.mark.parametrize(
+    ("form", "basis"),
+    [
+        ("implicit", "pca"),
+        ("auto", "pca"),
+        *((form, basis) for form in ("explicit", "materialised") for basis in ("pca", "zca", "cholesky")),
+    ],
+)
+@pytest.mark.parametrize("damping", [0.1, prong.Absolute(1e-2)], ids=["relative", "absolute"])
 @pytest.mark.parametrize(
     "make",
     [
@@ -597,30 +639,35 @@ def test_a_model_none_of_whose_whitened_layers_ran_is_not_refreshed():
     ids=["zeros", "constant", "few", "all_the_same", "huge", "tiny"],
 )
 @pytest.mark.parametrize("spec", [SPECS[k] for k in ("linear", "linear_no_bias", "conv2d", "transposed2d")], ids=str)
-def test_degenerate_inputs_are_no_trouble(form, basis, make, spec):
-    layer = prong.whiten_(spec.build(), form, basis=basis)
+def test_degenerate_inputs_are_no_trouble(form, basis, make, spec, damping):
+    layer = spec.build()
+    optimizer = attached(layer, form, basis)
     x, data = spec.sample(3), make(spec)
     z = layer(x)
-    prong.refresh_(layer, data)
-    assert layer.sites[0].whitening.is_finite()
+    prong.refresh_(layer, data, damping)
+    whitening = site_of(layer).whitening
+    if data.any() or damping != 0.1:
+        assert whitening.is_finite()
+    else:
+        assert whitening is None, "of zeros there is no size"
     assert_close(layer(x), z, rtol=1e-8, atol=1e-8)
-    curved(layer(x)).backward()
+    step = step_of(layer, optimizer, curved(layer(x)))
+    assert all(change.isfinite().all() and change.any() for change in step.values())
     assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
-@forms
+@every_form
 def test_layers_of_width_one_are_whitened(form):
     model = nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 3)).double()
     plain = copy.deepcopy(model)
+    _optimizer = attached(model, form)
     x = torch.randn(9, 1).double() * 3 + 1
-    prong.refresh_(prong.whiten_(model, form), x, 1e-6)
+    prong.refresh_(model, x, 1e-6)
     assert_close(model(x), plain(x))
-    whitening = model[0].sites[0].whitening
-    P = whitening.P if form == "implicit" else whitening.U.mT @ whitening.U
-    assert_close(P.squeeze(), 1 / (x.var(correction=0) + 1e-6))
+    assert_close(inverse_of(site_of(model).whitening).squeeze(), 1 / (x.var(correction=0) + 1e-6 * x.square().mean()))
 
 
-@forms
+@every_form
 def test_dead_units_and_repeated_ones_are_no_trouble(form):
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
     with torch.no_grad():
@@ -628,22 +675,23 @@ def test_dead_units_and_repeated_ones_are_no_trouble(form):
         model[0].weight[2], model[0].bias[2] = model[0].weight[1], model[0].bias[1]  # twins
     x = torch.randn(50, 4).double()
     z = model(x)
-    prong.refresh_(prong.whiten_(model, form), x, 1e-4)
+    optimizer = attached(model, form)
+    prong.refresh_(model, x, 1e-4)
     assert_close(model(x), z)
-    assert all(g.isfinite().all() for g in parameter_gradients(model, curved(model(x))).values())
+    assert all(step.isfinite().all() for step in step_of(model, optimizer, curved(model(x))).values())
 
 
-@forms
+@every_form
 def test_folding_while_a_window_is_open_is_fine(form):
     model = MODELS["mlp"].build()
-    prong.PRONG(model, lr=0.1, form=form)
+    _optimizer = prong.PRONG(model, lr=0.1, form=form)
     x = MODELS["mlp"].sample(5)
     z = model(x)
     assert_close(prong.fold_(model)(x), z)
     prong.PRONG(model, lr=0.1, form=form)  # and one can start afresh
 
 
-@forms
+@every_form
 def test_a_diverged_model_is_folded_and_can_be_trained_anew(form):
     model = MODELS["mlp"].build()
     optimizer = prong.PRONG(model, lr=0.1, form=form)

@@ -12,13 +12,14 @@ import prong
 from prong.core.coordinates import to_canonical
 from prong.refresh.plus import DECAY as PLUS_DECAY
 from prong.refresh.plus import rescale_
-from tests.training import attentive, batches, canonical, convnet, mlp, run
+from tests.training import attentive, batches, canonical, convnet, mlp, refresher_of, run, site_of
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def plus(model, **options):
-    return prong.PRONG(model, 0.02, eps=0.1, period=64, samples=32, plus=True, **options)
+    options = {"damping": prong.Absolute(0.1), "refresh": prong.Every(64, samples=32), "trust": None, **options}
+    return prong.PRONG(model, 0.02, form=prong.Explicit(plus=True), **options)
 
 
 attentions = pytest.mark.parametrize("make", [attentive, partial(attentive, 4)], ids=["packed", "separate"])
@@ -39,10 +40,10 @@ def test_the_function_and_the_canonical_velocity_stay_when_u_is_rescaled(make):
     x, y = data[2]
     optimizer.zero_grad()
     F.cross_entropy(model(x), y).backward()
-    before, U = canonical(model), model[0].sites[0].whitening.U.clone()
+    before, U = canonical(model), site_of(model).whitening.U.clone()
     velocity = _canonical_velocity(model[0], optimizer)
-    rescale_(optimizer.refresher.sites, optimizer)
-    assert not torch.allclose(model[0].sites[0].whitening.U, U)
+    rescale_(refresher_of(optimizer).sites, optimizer)
+    assert not torch.allclose(site_of(model).whitening.U, U)
     torch.testing.assert_close(canonical(model), before, **CLOSE)
     torch.testing.assert_close(_canonical_velocity(model[0], optimizer), velocity, **CLOSE)
 
@@ -63,11 +64,11 @@ def test_the_scale_is_the_running_damped_deviation_of_whitened_activations(make,
     data = batches(model, 3)
     optimizer = plus(model)
     run(model, optimizer, data[:2])
-    whitening = model[0].sites[0].whitening
+    whitening = site_of(model).whitening
     run(model, optimizer, data[2:])
     s = _scale(samples(data[2][0]), whitening)
-    torch.testing.assert_close(model[0].sites[0].whitening.U[0], whitening.U[0] / s[:, None], **CLOSE)
-    torch.testing.assert_close(model[0].sites[0].whitening.U_inv[0], whitening.U_inv[0] * s, **CLOSE)
+    torch.testing.assert_close(site_of(model).whitening.U[0], whitening.U[0] / s[:, None], **CLOSE)
+    torch.testing.assert_close(site_of(model).whitening.U_inv[0], whitening.U_inv[0] * s, **CLOSE)
 
 
 def _scale(h, whitening):
@@ -84,9 +85,9 @@ def test_directions_that_hardly_vary_stay_damped():
     optimizer = plus(model)
     narrow = [(x * torch.tensor([1.0] * 2 + [0.0] * (x.shape[1] - 2), dtype=x.dtype), y) for x, y in batches(model, 4)]
     run(model, optimizer, narrow)
-    optimizer.refresher.next_refresh = lambda: 10**9
+    refresher_of(optimizer).timetable.options = prong.Never()
     run(model, optimizer, narrow * 20)
-    gains = model[0].sites[0].whitening.U[0].norm(dim=1)
+    gains = site_of(model).whitening.U[0].norm(dim=1)
     torch.testing.assert_close(gains[2:], torch.full_like(gains[2:], 0.1**-0.5), **CLOSE)
     assert gains[:2].max() < 0.1**-0.5
 
@@ -97,7 +98,7 @@ def test_every_rescaling_of_attention_keeps_its_function_and_the_canonical_veloc
     data = batches(model, 8)
     optimizer = plus(model)
     run(model, optimizer, data[:2])
-    sites = optimizer.refresher.sites
+    sites = refresher_of(optimizer).sites
     assert sites.keys() == {"attention.q", "attention.k", "attention.v", "attention.out_proj", "head"}
     for x, y in data[2:]:
         F.cross_entropy(model(x), y).backward()
@@ -117,7 +118,7 @@ def test_every_rescaling_of_attention_keeps_its_function_and_the_canonical_veloc
 
 def _canonical_velocities(optimizer):
     velocities = {}
-    for name, (layer, site) in optimizer.refresher.sites.items():
+    for name, (layer, site) in refresher_of(optimizer).sites.items():
         V, d = (optimizer.state[parameter]["momentum_buffer"] for parameter in layer.pair(site))
         velocities[name] = list(to_canonical(*site.packed(V, d), site.whitening))
     return velocities
@@ -141,12 +142,12 @@ def test_it_is_a_diagonal_preconditioner_in_the_whitened_basis():
     """The same path as dividing V's gradient by the product of all s^2 so far, columnwise, without momentum."""
     model, other = mlp(), mlp()
     data = batches(model, 6)
-    optimizer = prong.PRONG(model, 0.02, 0.0, eps=0.1, period=64, samples=32, plus=True)
-    reference = prong.PRONG(other, 0.02, 0.0, eps=0.1, period=64, samples=32, form="explicit")
-    run(model, optimizer, data[:2])
-    run(other, reference, data[:2])
-    optimizer.refresher.next_refresh = reference.refresher.next_refresh = lambda: 10**9
-    for pair in data[2:]:
+    options = {"momentum": 0.0, "trust": None, "refresh": prong.Every(64, samples=32, growth=None)}
+    optimizer = prong.PRONG(model, 0.02, form=prong.Explicit(plus=True), **options)
+    reference = prong.PRONG(other, 0.02, form="explicit", **options)
+    for net in (model, other):
+        prong.refresh_(net, data[0][0])
+    for pair in data:
         scales = [
             (old.sites[0].whitening.U[0].norm(dim=1) / new.sites[0].whitening.U[0].norm(dim=1))
             for old, new in zip(other[::2], model[::2], strict=True)
@@ -194,8 +195,23 @@ def test_a_step_on_nothing_but_nan_is_named():
         run(model, optimizer, [(data[3][0] * float("nan"), data[3][1])])
 
 
-def test_it_needs_the_explicit_form_and_the_principal_basis():
-    with pytest.raises(ValueError, match="explicit"):
-        plus(mlp(), form="implicit")
+def test_it_needs_the_principal_basis():
     with pytest.raises(ValueError, match="pca"):
-        plus(prong.whiten_(mlp(), "explicit", basis="zca"))
+        prong.Explicit("zca", plus=True)
+
+
+def test_layers_that_are_whitened_for_it_already_get_it_too():
+    model = prong.whiten_(mlp(), prong.Explicit(plus=True))
+    optimizer = prong.PRONG(model, 0.02, refresh=prong.Every(64, samples=32))
+    run(model, optimizer, batches(model, 3))
+    before = site_of(model).whitening
+    run(model, optimizer, batches(model, 1))
+    assert site_of(model).whitening is not before
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop])
+def test_other_optimizers_train_with_it(kind):
+    model = mlp()
+    optimizer = prong.attach(model, kind(model.parameters(), 0.01), form=prong.Explicit(plus=True))
+    losses = run(model, optimizer, batches(model, 1) * 60)
+    assert losses[-1] < 0.5 * losses[0]

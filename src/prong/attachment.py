@@ -160,6 +160,7 @@ class Attachment:
             model, optimizer, sites, damping, refresh, workers, given, plus=_plus(sites), gradients=self._outputs
         )
         self._loading: dict[str, Any] | None = None
+        self._met = False  # whether it is known who trains the model
         optimizer._prong = self  # type: ignore[attr-defined]
         self._handles = [
             optimizer.register_step_pre_hook(self._pre_step),
@@ -188,8 +189,9 @@ class Attachment:
 
     def _enter(self, optimizer: Optimizer) -> None:
         self.abandon()
-        if self.refresher.updates == 0:
+        if not self._met:
             self._check_company()
+            self._met = True
         if self._views and self._views[0].sharing is not None:  # which all have
             self._views[0].sharing.settle()
         reshard_(self._sharded)

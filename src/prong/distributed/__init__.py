@@ -1,6 +1,6 @@
 """PRONG on several workers: statistics are added up, factorisations shared out, and all end with the same bits.
 
-Nothing has to be called: where `torch.distributed` is initialised, `prong.PRONG`, `prong.Refresher`, `prong.refresh_`
+Nothing has to be called: where `torch.distributed` is initialised, prong's optimizers, `prong.attach`, `prong.refresh_`
 and `prong.initialize_` work together over all ranks, or over the `process_group` they are given.
 """
 

@@ -98,8 +98,8 @@ class Checkpoint:
         twin = object.__new__(type(rule))
         zeros = torch.zeros_like(parameter).requires_grad_(True)
         zeros.grad = torch.zeros_like(parameter)
-        hooks = dict.fromkeys(("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"), OrderedDict[int, Any]())
-        twin.__dict__ |= {**rule.__dict__, **hooks, "state": defaultdict(dict)}
+        twin.__dict__ |= {**rule.__dict__, "state": defaultdict(dict)}
+        twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         twin.param_groups = [{**group, "params": [zeros]}]
         type(rule).step(twin)
         return {key: torch.zeros_like(x) for key, x in twin.state[zeros].items() if isinstance(x, Tensor)}

@@ -21,7 +21,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """This worker's part of a tensor."""
-    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[operator]
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return part
 
 
@@ -39,7 +39,7 @@ def spread_like(part: Tensor, like: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor; all workers call this."""
-    complete: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[operator]
+    complete: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return complete
 
 

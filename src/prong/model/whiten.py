@@ -145,7 +145,7 @@ def tap_(
     forms = {name: (module, kind, choose_form(kind, module)) for name, module, kind in _kinds(model)}
     chosen = {name: found for name, found in forms.items() if found[2] is not None}
     layouts = [site.layout for module, kind, _ in chosen.values() for site in kind.make_sites(module)]
-    entries = sum(p.numel() for p in model.parameters())
+    entries = sum(map(_entries, model.parameters()))
     budget = None if auto is None else Budget(auto.time, largest_block(layouts, auto.memory * entries))
     views: dict[str, Plain] = {}
     for name, (module, kind, options) in chosen.items():
@@ -173,13 +173,13 @@ def _kinds(model: nn.Module) -> Iterator[tuple[str, nn.Module, type[Plain]]]:
 def warn_of_rest(model: nn.Module, sites: Iterable[tuple[Kind, Site]]) -> None:
     """Say so where less than half of a model's parameters are whitened, and which are not."""
     whitened = {id(p) for layer, site in sites for p in layer.pair(site) if p is not None}
-    sizes = {id(p): p.numel() for p in model.parameters()}
+    sizes = {id(p): _entries(p) for p in model.parameters()}
     share = sum(size for p, size in sizes.items() if p in whitened) / max(1, sum(sizes.values()))
     if share >= 0.5:
         return
     left: dict[str, int] = {}
     for name, module in model.named_modules():
-        own = sum(p.numel() for p in module._parameters.values() if p is not None and id(p) not in whitened)
+        own = sum(_entries(p) for p in module._parameters.values() if p is not None and id(p) not in whitened)
         if own:
             left[f"{name or 'the model itself'} ({type(module).__name__})"] = own
     largest = sorted(left, key=lambda name: -left[name])[:6]
@@ -354,11 +354,16 @@ def choose(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
             chosen[name] = module
         elif name in by_name:
             raise ValueError(f"layer {name!r} cannot be whitened: {reason}. Supported are {SUPPORTED}.")
-        elif isinstance(module, tuple(PLAIN)) and any(p.numel() for p in module.parameters(recurse=False)):
+        elif isinstance(module, tuple(PLAIN)) and any(map(_entries, module.parameters(recurse=False))):
             left.append(f"{name!r} ({reason})")
     if left:
         warnings.warn(f"prong leaves as they are: {'; '.join(left)}", stacklevel=3)
     return chosen
+
+
+def _entries(parameter: nn.Parameter) -> int:
+    """How many numbers a parameter holds; of a lazy one that is not known yet, and it counts as one."""
+    return 1 if isinstance(parameter, nn.parameter.UninitializedParameter) else parameter.numel()
 
 
 def _rename_parameters(module: nn.Module, names: dict[str, str]) -> None:
