@@ -118,6 +118,15 @@ BENCH = Group(
             "What a measurement of prong.monitor costs, in updates.",
             ("prong bench watching --json results/watching.json", "prong bench watching --batches 128"),
         ),
+        "untuned": Command(
+            "prong.lab.bench.untuned:main",
+            "Our optimizers with their defaults on small problems that nobody tuned.",
+            (
+                "prong bench untuned --jobs 2 --json results/untuned.jsonl",
+                "prong bench untuned --problems transformer --methods adamw prong-adamw --rates 1e-3 3e-3 --seeds 3",
+                "prong bench untuned --problems transformer --methods adamw prong-adamw --clock 3",
+            ),
+        ),
         "pace": Command(
             "prong.lab.bench.pace:main",
             "What an update of each method costs on the autoencoder, for the report's time axis.",
