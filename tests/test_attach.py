@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import prong
 from prong.attachment import attachment_of
-from prong.core.coordinates import Transition, transport_gradient
+from prong.core.whitening import Transition, transport_gradient
 from prong.model.whiten import whitened_layers
 from tests.cases import assert_close, assert_identical
 from tests.training import attentive, batches, canonical, convnet, mlp, run

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import prong
 from prong.analysis.accuracy import approximate_inverse, step_error
-from prong.layers.budget import LEAST, OWN, Budget, largest_block
-from prong.layers.layout import Layout
+from prong.layers.plain import LEAST, OWN, Budget, largest_block
+from prong.layers.site import Layout
 from prong.model.whiten import whitened_sites
 from tests.cases import (
     PROPERTY,

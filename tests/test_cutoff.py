@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import prong
+from prong.core.factorise import leading_directions, whiten
 from prong.core.moments import Moments
-from prong.core.spectrum import leading_directions
-from prong.core.whitening import times_inverse, whiten
+from prong.core.whitening import times_inverse
 from tests.cases import PROPERTY, SPECS, assert_close, curved
 from tests.training import batches, mlp, run
 

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import prong
-from prong.core.coordinates import whitened_rows
+from prong.core.factorise import whiten
 from prong.core.moments import Moments
-from prong.core.whitening import Whitening, whiten
-from prong.layers.base import Inputs
+from prong.core.whitening import Whitening, whitened_rows
+from prong.layers.site import Inputs
 from prong.model.estimate import estimate
 from prong.model.whiten import whitened_sites
 from prong.refresh import factorise

@@ -16,7 +16,7 @@ from torch import nn
 import prong
 from prong import fisher
 from prong.attachment import attachment_of
-from prong.core.coordinates import to_canonical
+from prong.core.whitening import to_canonical
 from prong.model.whiten import whitened_sites
 from tests.cases import MODELS
 from tests.closeness import assert_close

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from prong.gradients.outputs import sampled_output_gradient
 from prong.gradients.whitening import OutputGradients, _times
-from prong.layers.layout import Layout
+from prong.layers.site import Layout
 from tests import reference
 from tests.closeness import assert_close
 

@@ -12,7 +12,8 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import prong
 from prong.core.whitening import Whitening
-from prong.layers import Site, Tap, WhitenedLayer
+from prong.layers import Site, WhitenedLayer
+from prong.layers.taps import Tap
 from prong.model.whiten import whitened_layers, whitened_sites
 from tests.cases import (
     FORMS,

@@ -15,7 +15,7 @@ from torch import nn
 
 import prong
 from prong.attachment import attachment_of
-from prong.core.precision import accumulation_dtype
+from prong.core.moments import accumulation_dtype
 from prong.core.whitening import Whitening
 from prong.layers import Site
 from prong.layers.natural import Linear, Switch, natural, naturalize

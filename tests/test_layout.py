@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prong.layers.layout import Layout
+from prong.layers.site import Layout
 from tests import reference
 from tests.closeness import assert_close
 

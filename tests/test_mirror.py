@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import prong
 from prong import mirror
-from prong.core.coordinates import natural_gradient, to_canonical, to_whitened
+from prong.core.factorise import whiten
 from prong.core.moments import Moments
-from prong.core.whitening import Whitening, whiten
+from prong.core.whitening import Whitening, natural_gradient, to_canonical, to_whitened
 from tests.closeness import assert_close
 from tests.training import batches, canonical, mlp, run
 

@@ -24,10 +24,11 @@ from prong.analysis.conditioning import (
 )
 from prong.analysis.monitor import Monitor
 from prong.analysis.observation import Seen
+from prong.core.factorise import whiten
 from prong.core.moments import Moments
-from prong.core.whitening import Whitening, whiten
-from prong.layers import plain_kind
-from prong.layers.base import Inputs
+from prong.core.whitening import Whitening
+from prong.layers.plain import plain_kind
+from prong.layers.site import Inputs
 from prong.model.whiten import whitened_sites
 from tests.closeness import assert_close
 from tests.training import attentive, batches, canonical, convnet, mlp, run, train

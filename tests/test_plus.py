@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import prong
-from prong.core.coordinates import to_canonical
+from prong.core.whitening import to_canonical
 from prong.refresh.plus import DECAY as PLUS_DECAY
 from prong.refresh.plus import rescale_
 from tests.training import attentive, batches, canonical, convnet, mlp, refresher_of, run, site_of

@@ -11,20 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prong.core.coordinates import (
+from prong.core.whitening import (
     Pair,
     Transition,
+    Whitening,
     against,
     less_outer,
     natural_gradient,
     times,
+    times_inverse,
     to_canonical,
     to_whitened,
     transport_gradient,
     transport_square,
     transport_velocity,
 )
-from prong.core.whitening import Whitening, times_inverse
 from prong.refresh.transport import _POWERS
 from tests import reference
 from tests.closeness import assert_close

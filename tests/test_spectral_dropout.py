@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import prong
+from prong.core.factorise import whiten
 from prong.core.moments import Moments
-from prong.core.whitening import whiten
 from prong.layers import dropping
 from prong.layers.dropping import damped_variances, keep_probabilities
 from tests.cases import SPECS, LayerSpec, assert_close, assert_identical

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prong.core.moments import LEAST, MeanSquare, Moments, Window, sampled
-from prong.core.precision import accumulation_dtype
+from prong.core.moments import LEAST, MeanSquare, Moments, Window, accumulation_dtype, sampled
 from tests import reference
 from tests.closeness import assert_close
 

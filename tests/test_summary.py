@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import prong
-from prong.core.precision import accumulation_dtype
+from prong.core.moments import accumulation_dtype
 from tests.cases import FORMS, MODELS, SPECS
 
 forms = pytest.mark.parametrize("form", FORMS)

@@ -11,17 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from prong.core.factorise import BASES, WhiteningError, eps_of, scaled, whiten, whiten_together
 from prong.core.moments import Moments
-from prong.core.whitening import (
-    BASES,
-    Whitening,
-    WhiteningError,
-    eps_of,
-    scaled,
-    times_inverse,
-    whiten,
-    whiten_together,
-)
+from prong.core.whitening import Whitening, times_inverse
 from prong.options import Absolute
 from tests import reference
 from tests.closeness import assert_close

@@ -22,7 +22,7 @@ class Absolute:
     eps: float
 
     def __post_init__(self) -> None:
-        _check_positive("eps", self.eps)
+        check_positive("eps", self.eps)
 
 
 Damping = float | Absolute
@@ -31,7 +31,7 @@ Damping = float | Absolute
 def check_damping(damping: Damping) -> None:
     """Refuse a damping that is neither a positive finite number nor `Absolute`."""
     if not isinstance(damping, Absolute):
-        _check_positive("damping", damping)
+        check_positive("damping", damping)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Explicit:
     name = "explicit"
 
     def __post_init__(self) -> None:
-        _check_basis(self.basis)
+        check_basis(self.basis)
         _check_bool("plus", self.plus)
         if self.plus and self.basis != "pca":
             raise ValueError('PRONG+ rescales principal directions and needs basis="pca"')
@@ -98,7 +98,7 @@ class Materialised:
     name = "materialised"
 
     def __post_init__(self) -> None:
-        _check_basis(self.basis)
+        check_basis(self.basis)
         _check_block(self.block)
 
 
@@ -120,8 +120,8 @@ class Auto:
     name = "auto"
 
     def __post_init__(self) -> None:
-        _check_positive("time", self.time)
-        _check_positive("memory", self.memory)
+        check_positive("time", self.time)
+        check_positive("memory", self.memory)
 
 
 Form = Implicit | Explicit | Materialised
@@ -173,7 +173,7 @@ class Every:
         check_count("updates", self.updates, 1)
         _check_refresh(self.samples, self.source, self.lag, self.state)
         if self.growth is not None:
-            _check_positive("growth", self.growth)
+            check_positive("growth", self.growth)
 
 
 @dataclass(frozen=True)
@@ -227,13 +227,13 @@ class WhitenOutputs:
     def __post_init__(self) -> None:
         if self.source not in ("empirical", "categorical", "bernoulli", "gaussian"):
             raise ValueError(f"source is 'empirical', 'categorical', 'bernoulli' or 'gaussian', got {self.source!r}")
-        _check_positive("damping", self.damping)
+        check_positive("damping", self.damping)
 
 
 def check_trust(trust: float | None) -> None:
     """Refuse a bound that is neither a positive finite number nor None."""
     if trust is not None:
-        _check_positive("trust", trust)
+        check_positive("trust", trust)
 
 
 def told(options: Any) -> dict[str, Any]:
@@ -256,7 +256,8 @@ def _check_number(name: str, value: float) -> None:
         raise ValueError(f"{name} must be finite, got {value}")
 
 
-def _check_positive(name: str, value: float) -> None:
+def check_positive(name: str, value: float) -> None:
+    """Refuse what is not a positive finite number."""
     _check_number(name, value)
     if value <= 0:
         raise ValueError(f"{name} must be positive and finite, got {value}")
@@ -267,7 +268,8 @@ def _check_bool(name: str, value: bool) -> None:
         raise TypeError(f"{name} is True or False, got {value!r}")
 
 
-def _check_basis(basis: str) -> None:
+def check_basis(basis: str) -> None:
+    """Refuse an unknown basis."""
     if basis not in ("pca", "zca", "cholesky"):
         raise ValueError(f"basis is one of pca, zca, cholesky, got {basis!r}")
 

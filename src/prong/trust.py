@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from prong.core.coordinates import against
-from prong.core.precision import accumulation_dtype, full_precision
+from prong.core.moments import accumulation_dtype, full_precision
+from prong.core.whitening import against
 from prong.distributed.sharding import is_sharded, local, rows_of, whole
 from prong.distributed.workers import Workers
 from prong.layers import Implicit, Kind, Plain, Site

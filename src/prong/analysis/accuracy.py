@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prong.core.factorise import check_eps, whiten
 from prong.core.moments import Moments
-from prong.core.whitening import check_eps, times_inverse, whiten
-from prong.layers.layout import Layout
+from prong.core.whitening import times_inverse
+from prong.layers.site import Layout
 from prong.options import Implicit
 
 

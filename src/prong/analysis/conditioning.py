@@ -18,8 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from prong.core.moments import Moments
-from prong.core.precision import full_precision
+from prong.core.moments import Moments, full_precision
 from prong.core.whitening import Whitening, times_inverse
 
 

@@ -17,9 +17,11 @@ from torch.utils.hooks import RemovableHandle
 
 from prong.analysis.conditioning import condition_number, drift_from_white, input_spectrum, whitened_spectrum
 from prong.analysis.observation import Listener, Seen, fitting, tensors_given
-from prong.core.whitening import eps_of
-from prong.layers import Kind, WhitenedLayer, in_backward, plain_kind, tap_of
-from prong.layers.natural import in_transform
+from prong.core.factorise import eps_of
+from prong.layers import Kind, WhitenedLayer
+from prong.layers.plain import plain_kind
+from prong.layers.site import in_backward, in_transform
+from prong.layers.taps import tap_of
 from prong.model.estimate import aside
 from prong.model.whiten import SUPPORTED, check_model, site_name, whitened_sites
 from prong.options import Damping, Explicit, Implicit, check_count, check_damping

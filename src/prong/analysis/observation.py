@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from prong.core.moments import Moments
 from prong.core.whitening import Whitening
 from prong.layers import Kind, Site
-from prong.layers.base import Inputs
+from prong.layers.site import Inputs
 
 MIXERS = (2654435769, 2246822507, 3266489909)
 

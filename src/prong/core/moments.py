@@ -8,12 +8,38 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from prong.core.precision import accumulation_dtype, full_precision
+CPU = torch.device("cpu")
+
+
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether a dtype is of lower precision than float32."""
+    return torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums over values of `dtype` are kept: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def has_bfloat16(device: torch.device = CPU) -> bool:
+    """Whether a device has units that multiply in bfloat16."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type == "cpu":
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return False
+
+
+def full_precision(like: Tensor) -> AbstractContextManager[object]:
+    """Under this, autocast does not round matrix products on the device of `like` to half precision."""
+    device = like.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 class Moments:
@@ -24,7 +50,7 @@ class Moments:
     Batches are merged by the exact update of Chan, Golub and LeVeque (1979): any split and order of the
     rows gives the moments of one pass, up to rounding. While there are fewer rows than inputs, the scatter
     is held as a thin `factor` with `scatter = factor^T factor`, which is smaller and which lets the
-    whitening be computed through a small Gram matrix. After that it is held dense, with a factor of rows yet to be added.
+    whitening be computed through a small Gram matrix. After that it is dense, with a factor of rows yet to be added.
 
     Shapes: mean (groups, in), scatter (groups, in, in), factor (groups, rows, in).
     """

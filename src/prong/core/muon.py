@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from prong.core.precision import has_bfloat16
+from prong.core.moments import has_bfloat16
 
 
 class OrthogonalMomentum(Optimizer):

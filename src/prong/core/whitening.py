@@ -1,26 +1,26 @@
-"""From moments and damping to a whitening. Factorisations live only here."""
+"""A whitening of a layer's inputs, and parameters in its coordinates: what multiplies, and what moves. Pure functions.
+
+Every kind of layer is brought to one layout first (`prong.layers.site`):
+
+    W, V  (groups, out, taps, in)      b, d  (groups, out)      U, U^-1, P  (groups, in, in)      c  (groups, in)
+
+with one group and one tap for a linear layer, and the taps of the kernel for a convolution. A layer computes
+`z = sum_taps W h + b = sum_taps V U (h - c) + d`. `b`, `d` and `c` are None together: without a bias nothing can
+absorb `W c`, so nothing is centred. Where inputs are whitened in blocks, each block is a group of W, V, U and c; those
+of one group share its bias, and its part of `z` is the sum over them.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from prong.core.moments import Moments
-from prong.core.precision import full_precision, has_bfloat16, is_half
-from prong.core.spectrum import OVERSAMPLING, leading_directions, leading_subspace
-from prong.options import Absolute, Basis, Damping, Storage
+from prong.core.moments import full_precision
 
-BASES: tuple[Basis, ...] = ("pca", "zca", "cholesky")
-NOT_FINITE = "the second moments are not finite: the inputs are too large to square"
-
-
-class WhiteningError(ArithmeticError):
-    """No rung of the ladder gave a finite whitening."""
+Pair = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -83,199 +83,6 @@ class Whitening:
         return all(bool(torch.isfinite(x).all()) for _, x in self.items() if isinstance(x, Tensor))
 
 
-def check_eps(eps: float) -> None:
-    """Refuse a damping that is not a positive finite number."""
-    if isinstance(eps, bool) or not isinstance(eps, int | float):
-        raise TypeError(f"eps is a number, got {type(eps).__name__}")
-    if not (math.isfinite(eps) and eps > 0):
-        raise ValueError(
-            f"eps must be positive and finite, got {eps}. "
-            "It bounds the step in directions with no variance; 1e-2 is a common choice."
-        )
-
-
-def check_basis(basis: str) -> None:
-    """Refuse an unknown basis."""
-    if basis not in BASES:
-        raise ValueError(f"basis is one of {', '.join(BASES)}, got {basis!r}")
-
-
-def eps_of(damping: Damping, moments: Moments, channels: int) -> float:
-    """The damping in the units of the inputs' second moments: `damping` times their mean, E[h^2] over all channels.
-
-    The raw moment, not the variance: where units hardly vary, as sigmoids at a usual initialisation, the variance is
-    tiny, and a damping relative to it lets steps explode.
-    """
-    eps = damping.eps if isinstance(damping, Absolute) else damping * moments.mean_square(channels)
-    if not math.isfinite(eps):
-        raise FloatingPointError(NOT_FINITE)
-    return eps
-
-
-def scaled(whitening: Whitening, moments: Moments, channels: int) -> Whitening:
-    """The whitening with U divided by a number, the same for the whole layer, which gives it a usual size:
-
-        scale^2 = E[h^2] tr(U U^T) / in
-
-    For optimizers whose steps do not grow with the gradient, such as Adam: an entry of V then moves the function as
-    much as an entry of W does where inputs are of unit variance and uncorrelated, so that learning rates mean what they
-    are used to. It is free of units, as U is.
-    """
-    assert whitening.U is not None and whitening.U_inv is not None
-    scale = math.sqrt(moments.mean_square(channels) * float(whitening.U.square().sum()) / channels)
-    return replace(whitening, U=whitening.U / scale, U_inv=whitening.U_inv * scale, scale=scale)
-
-
-def whiten(
-    moments: Moments,
-    eps: float,
-    basis: Basis | None = None,
-    centred: bool = True,
-    cutoff: float = 0.0,
-    expected: int = 0,
-    most: int | None = None,
-) -> Whitening:
-    """The whitening of inputs with these moments: U and U^-1 in a basis, or P alone when `basis` is None.
-
-    With `Sigma + eps I = E diag(lam + eps) E^T = L L^T`
-
-        pca        U = diag(lam + eps)^-1/2 E^T      the paper's formula, largest eigenvalue first
-        zca        U = E diag(lam + eps)^-1/2 E^T
-        cholesky   U = L^-1
-        None       P = (Sigma + eps I)^-1
-
-    and every inverse comes from the same factorisation. With a `cutoff`, P is that of a Sigma in which variances below
-    `cutoff * eps` are zero, and thin, where that halves the work of using it; no gain grows by much more than
-    `1 + cutoff` times. The number of directions that are `expected` to remain makes finding them faster. Where more
-    remain than the `most` there may be, the largest are taken and all others damped like the first of those left out.
-
-    On failure the ladder is climbed: the moments' own precision, then float64, then ten and a hundred times the
-    damping (`Whitening.eps` tells).
-
-    Raises:
-        ValueError: fewer than two rows, or eps not positive.
-        FloatingPointError: moments that are not finite.
-        WhiteningError: if no rung gave a finite result.
-    """
-    check_eps(eps)
-    if basis is not None:
-        check_basis(basis)
-    if moments.count < 2:
-        raise ValueError(f"a covariance needs at least 2 samples, got {moments.count:g}. Give more or larger batches.")
-    factor = moments.factor
-    if factor is not None and not centred:  # the mean is one more direction of the second moment
-        factor = torch.cat([factor, math.sqrt(moments.count) * moments.mean.unsqueeze(1)], dim=1)
-    thin = factor is not None and _is_thin(factor, basis)
-    X = factor / math.sqrt(moments.count) if thin and factor is not None else moments.covariance(centred)
-    if not torch.isfinite(X).all():
-        raise FloatingPointError(NOT_FINITE)
-    spread = X.square().sum((-2, -1)) if thin else X.diagonal(dim1=-2, dim2=-1).sum(-1)
-    if cutoff > 0 and basis is None:
-        found = _leading(X.mT @ X if thin else X, eps, cutoff, expected, most)
-        if found is not None:
-            Q, tail = found
-            return with_product(Whitening(moments.mean.clone() if centred else None, eps, P=Q, tail=tail), spread)
-    dense, low_rank = FACTORISATIONS[basis]
-    factorise = low_rank if thin else dense
-    for dtype, damping in (
-        (X.dtype, eps),
-        (torch.float64, eps),
-        (torch.float64, 10 * eps),
-        (torch.float64, 100 * eps),
-    ):
-        try:
-            with full_precision(X):
-                matrices: dict[str, Any] = factorise(X.to(dtype), damping, basis)
-        except (torch.linalg.LinAlgError, OverflowError):  # type: ignore[attr-defined]
-            continue
-        c = moments.mean.clone() if centred else None
-        whitening = Whitening(c, damping, **matrices).map(lambda x: x.to(X.dtype))
-        if whitening.is_finite():
-            return with_product(whitening, spread)
-    raise WhiteningError(
-        f"no factorisation of the {X.shape[-1]} x {X.shape[-1]} covariance succeeded, "
-        f"even with damping {100 * eps:g}; its largest entry is {X.abs().max().item():.3g}, "
-        f"from {moments.count:g} samples"
-    )
-
-
-def whiten_together(
-    several: Sequence[Moments],
-    damping: Sequence[float],
-    basis: Basis | None = None,
-    centred: bool = True,
-    cutoff: float = 0.0,
-) -> list[Whitening] | None:
-    """The whitenings of moments of one size, in one batched factorisation; None where only one by one will do.
-
-    One by one is the way of moments that are few, thin, too few in samples, or of a factorisation that fails.
-    """
-    if len(several) < 2 or (cutoff > 0 and basis is None):
-        return None
-    if any(m.count < 2 or (m.factor is not None and _is_thin(m.factor, basis)) for m in several):
-        return None
-    X = torch.cat([m.covariance(centred) for m in several])
-    groups = [m.mean.shape[0] for m in several]
-    # A number for each matrix: with covariances divided by it, all are damped by one.
-    each = torch.tensor(damping, dtype=X.dtype, device=X.device)
-    each = each.repeat_interleave(torch.tensor(groups, device=X.device))[:, None, None]
-    dense, _ = FACTORISATIONS[basis]
-    try:
-        with full_precision(X):
-            matrices = dense(X / each, 1.0, basis)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        return None
-    powers = {"U": -0.5, "U_inv": 0.5, "P": -1.0, "F": 1.0}
-    matrices = {key: x * each ** powers[key] for key, x in matrices.items()}
-    parts = {key: torch.split(x, groups) for key, x in matrices.items()}
-    spreads = torch.split(X.diagonal(dim1=-2, dim2=-1).sum(-1), groups)
-    whitenings = []
-    for i, m in enumerate(several):
-        own: dict[str, Any] = {key: part[i].clone() for key, part in parts.items()}
-        whitenings.append(with_product(Whitening(m.mean.clone() if centred else None, damping[i], **own), spreads[i]))
-    return whitenings if all(w.is_finite() for w in whitenings) else None
-
-
-LONG = 4.0  # mean over spread, as lengths, up to which h P - c P is as good: it has so many times the rounding errors
-
-
-def with_product(whitening: Whitening, spread: Tensor) -> Whitening:
-    """The whitening with `cP` if it has c and P, and c is not long beside this spread, tr Sigma (groups,)."""
-    c, P = whitening.c, whitening.P
-    if c is None or P is None or (c.square().sum(-1) > LONG**2 * spread).any():
-        return whitening
-    return replace(whitening, cP=times_inverse(c.unsqueeze(1), P, whitening.tail).squeeze(1))
-
-
-def storage_for(storage: Storage | None, weight: Tensor) -> torch.dtype | None:
-    """The dtype for the matrices of a weight: "auto" is bfloat16 for float32 where the device has units for it."""
-    if storage == "auto":
-        return torch.bfloat16 if weight.dtype == torch.float32 and has_bfloat16(weight.device) else None
-    return storage
-
-
-def rounded(whitening: Whitening, moments: Moments, storage: torch.dtype) -> Whitening:
-    """The whitening with P in another dtype; as it is where rounding would spoil the steps.
-
-    P has entries of the size 1/eps, whose rounding errors may exceed the small gains 1/(lam + eps) of directions with a
-    large variance lam, or turn them negative. So those gains are looked at, in the leading directions.
-    """
-    if whitening.P is None:
-        return whitening
-    P = whitening.P.to(storage)
-    Sigma = moments.covariance(whitening.c is not None)
-    with full_precision(Sigma):
-        lam, E = leading_subspace(Sigma, min(32, Sigma.shape[-1]))
-        gains = E.mT @ times_inverse(E.mT, P, whitening.tail).mT * (lam + whitening.eps).unsqueeze(-1)
-    within = torch.isfinite(P).all() and torch.isfinite(gains).all()
-    if within:
-        off = torch.linalg.matrix_norm(gains - torch.eye(lam.shape[-1], dtype=gains.dtype, device=gains.device), 2)
-        within = (off < 0.5).all()
-    if not within:
-        return whitening
-    return replace(whitening, P=P, cP=None if is_half(storage) else whitening.cP)
-
-
 def times_inverse(X: Tensor, P: Tensor, tail: float = 0.0) -> Tensor:
     """X (Sigma + eps I)^-1 for X (groups, rows, in), in the precision P is stored in.
 
@@ -290,143 +97,133 @@ def times_inverse(X: Tensor, P: Tensor, tail: float = 0.0) -> Tensor:
         return tail * X - torch.bmm(torch.bmm(low, P), P.mT).to(X.dtype)
 
 
-def _leading(
-    Sigma: Tensor, eps: float, cutoff: float, expected: int, most: int | None
-) -> tuple[Tensor, float] | None:
-    """The thin Q of (Sigma_k + eps I)^-1 = I / eps - Q Q^T, if rank k is small enough to be worth it; and 1 / eps.
+def times(X: Tensor, M: Tensor) -> Tensor:
+    """X M over the last dimension of X (groups, out, taps, in), in the precision of M."""
+    with full_precision(X):
+        return torch.bmm(X.flatten(1, 2).to(M.dtype), M).view(*X.shape[:-1], M.shape[-1])
 
-    With `Sigma_k = E diag(lam) E^T` of variances above `cutoff * eps`, Q = E diag(lam / (eps (lam + eps)))^1/2. Of too
-    many, the largest, less the first that is left out, by which eps is larger.
+
+def against(X: Tensor, c: Tensor, groups: int | None = None) -> Tensor:
+    """sum_taps X c, shape (groups, out): what a constant input c contributes. Blocks are summed into so many groups."""
+    X = X.to(c.dtype)
+    with full_precision(X):
+        summed = X.squeeze(2) if X.shape[2] == 1 else X.sum(2)  # a sum of one would be a copy
+        x = (summed @ c.unsqueeze(-1)).squeeze(-1)
+    return x if groups is None or groups == x.shape[0] else x.reshape(groups, -1, x.shape[1]).sum(1)
+
+
+def less_outer(X: Tensor, x: Tensor, c: Tensor, out: Tensor | None = None) -> Tensor:
+    """X - x c^T for every tap of X at once, in one pass: the outer product is nowhere written down."""
+    if x.shape[0] != c.shape[0]:
+        x = x.repeat_interleave(c.shape[0] // x.shape[0], dim=0)
+    return torch.addcmul(X, x[:, :, None, None], c[:, None, None, :], value=-1, out=out)
+
+
+def to_whitened(W: Tensor, b: Tensor | None, whitening: Whitening) -> Pair:
+    """Parameters (V, d) that compute the same layer as (W, b) on whitened inputs.
+
+    V = W U^-1 and d = b + W c (Desjardins et al. 2015, Algorithm 1, line 10, corrected).
     """
-    at_most = Sigma.shape[-1] // 4 if most is None else min(most, Sigma.shape[-1])
-    with full_precision(Sigma):
-        try:
-            found = leading_directions(Sigma, cutoff * eps, at_most, expected)
-            if found is None and most is not None:
-                lam, E = leading_subspace(Sigma, min(at_most + OVERSAMPLING, Sigma.shape[-1]))
-                rest = float(lam[:, at_most].clamp(min=0).max()) if lam.shape[-1] > at_most else 0.0
-                found, eps = ((lam[:, :at_most] - rest).clamp(min=0), E[..., :at_most]), eps + rest
-        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            return None
-        if found is None:
-            return None
-        lam, E = found
-        Q = E * (lam / (eps * (lam + eps))).sqrt().unsqueeze(-2)
-    return (Q, 1 / eps) if torch.isfinite(Q).all() else None
+    d = b if b is None or whitening.c is None else b + against(W, whitening.c, b.shape[0])
+    return times(W, whitening.inverse()), d
 
 
-def _is_thin(factor: Tensor, basis: Basis | None) -> bool:
-    """Whether the factor (groups, rows, in) has so few rows that a low-rank factorisation is the faster one."""
-    rows, features = factor.shape[-2:]
-    # Measured for 512 to 2048 inputs: faster than a dense Cholesky up to in/4 rows, than a dense eigh up to in/2.
-    return 0 < rows <= features // (2 if basis in ("pca", "zca") else 4)
+def to_canonical(V: Tensor, d: Tensor | None, whitening: Whitening) -> Pair:
+    """Parameters (W, b) that compute the same layer as (V, d) on raw inputs.
 
-
-def _cholesky(Sigma: Tensor, eps: float, basis: Basis | None) -> dict[str, Tensor]:
-    """P, or U = L^-1 and U^-1 = L, from the Cholesky factor of the damped covariance."""
-    damped = Sigma.clone()
-    damped.diagonal(dim1=-2, dim2=-1).add_(eps)
-    L = torch.linalg.cholesky(damped)
-    if basis is None:
-        return {"P": torch.cholesky_inverse(L), "F": damped}
-    return {"U": _triangular_inverse(L), "U_inv": L}
-
-
-def _eigenbasis(Sigma: Tensor, eps: float, basis: Basis | None) -> dict[str, Tensor]:
-    """U and U^-1 from an eigendecomposition, largest eigenvalue first."""
-    lam, E = torch.linalg.eigh(Sigma)
-    lam, E = lam.flip(-1), E.flip(-1)
-    # Rounding leaves eigenvalues of a singular Sigma slightly below zero; the true ones are not.
-    root = (lam.clamp(min=0) + eps).sqrt().unsqueeze(-2)
-    U_t, U_inv = E / root, E * root
-    if basis == "pca":
-        return {"U": U_t.mT.contiguous(), "U_inv": U_inv}
-    return {"U": U_t @ E.mT, "U_inv": U_inv @ E.mT}
-
-
-def _low_rank(factor: Tensor, eps: float, basis: Basis | None) -> dict[str, Tensor]:
-    """P, or U and U^-1, of `Sigma = factor^T factor` through the Gram matrix (rows, rows).
-
-    With `factor factor^T = Q diag(lam) Q^T` and orthonormal `E = factor^T Q diag(lam)^-1/2`, any function f has
-    f(Sigma + eps I) = f(eps) I + E diag(f(lam + eps) - f(eps)) E^T.
-
-    The differences cancel where lam >> eps, hence float64 whatever came in.
+    W = V U and b = d - W c (Algorithm 1, line 7, corrected).
     """
-    factor = factor.double()
-    lam, Q = torch.linalg.eigh(factor @ factor.mT)
-    # Directions below rounding are noise; leaving them out treats them as without variance, which they are.
-    floor = lam.amax(-1, keepdim=True).clamp(min=0) * lam.shape[-1] * torch.finfo(lam.dtype).eps
-    real = lam > floor
-    lam = lam.where(real, torch.ones_like(lam))
-    E = (factor.mT @ Q) * (real / lam.sqrt()).unsqueeze(-2)
-
-    if basis == "pca":
-        # Directions without variance are any orthonormal rest, which a complete QR adds far faster than eigh finds it.
-        E = torch.linalg.qr(E.flip(-1), mode="complete").Q
-        rest = lam.new_zeros(*lam.shape[:-1], E.shape[-1] - lam.shape[-1])
-        root = (torch.cat([(lam * real).flip(-1), rest], dim=-1) + eps).sqrt().unsqueeze(-2)
-        return {"U": (E / root).mT.contiguous(), "U_inv": E * root}
-
-    def of_sigma(power: float) -> Tensor:
-        base = eps**power
-        result: Tensor = (E * ((lam + eps) ** power - base).unsqueeze(-2)) @ E.mT
-        result.diagonal(dim1=-2, dim2=-1).add_(base)
-        return result
-
-    return {"P": of_sigma(-1.0), "F": of_sigma(1.0)} if basis is None else {"U": of_sigma(-0.5), "U_inv": of_sigma(0.5)}
+    assert whitening.U is not None
+    W = times(V, whitening.U)
+    b = d if d is None or whitening.c is None else d - against(W, whitening.c, d.shape[0])
+    return W, b
 
 
-def _low_rank_cholesky(factor: Tensor, eps: float, basis: Basis | None) -> dict[str, Tensor]:
-    """U = L^-1 and U^-1 = L with `L L^T = factor^T factor + eps I`, from triangles of size max(rows, 64).
+def natural_gradient(
+    gW: Tensor, gb: Tensor | None, P: Tensor, c: Tensor | None, tail: float = 0.0, cP: Tensor | None = None
+) -> Pair:
+    """The canonical image (nW, nb) of the gradient in whitened coordinates.
 
-    Block by block: with J a block of inputs, `<` and `>` those before and after it, and Y = C^-1 factor / sqrt(eps)
-    where `C C^T = I + factor_< factor_<^T / eps`, the Schur complement of J is, by Woodbury, eps (I + Y_J^T Y_J), so
+    A step -(gV, gd) on (V, d) is the step -(nW, nb) on (W, b), with P = U^T U and
 
-        R = chol(I + Y_J^T Y_J)     L_JJ = sqrt(eps) R         L_>J = sqrt(eps) Y_>^T Z^T
-        Z = R^-1 Y_J^T              U_JJ = R^-1 / sqrt(eps)    U_J< = -Z Y_< / sqrt(eps)
+        nW = (gW - gb c^T) P        nb = gb - nW c
 
-    and chol(I + Y_J Y_J^T)^-1 takes Y to the next block. No differences are taken, but C is as ill-conditioned as
-    Sigma + eps I, hence float64 whatever came in.
+    P is as `times_inverse` takes it. With `cP`, the product c P, nW = gW P - gb (c P)^T takes no copy of gW.
     """
-    assert basis == "cholesky"
-    Y = factor.double() / math.sqrt(eps)
-    rows, features = Y.shape[-2:]
-    L, U = (Y.new_zeros(*Y.shape[:-2], features, features) for _ in range(2))
-    size = max(rows, 64)
-    for start in range(0, features, size):
-        end = min(start + size, features)
-        Y_J = Y[..., start:end]
-        R = _cholesky_of_one_plus(Y_J.mT @ Y_J)
-        R_inv = _triangular_inverse(R)
-        Z = R_inv @ Y_J.mT
-        L[..., start:end, start:end] = R
-        L[..., end:, start:end] = Y[..., end:].mT @ Z.mT
-        U[..., start:end, start:end] = R_inv
-        U[..., start:end, :start] = -Z @ Y[..., :start]
-        if end < features:
-            Y = torch.linalg.solve_triangular(_cholesky_of_one_plus(Y_J @ Y_J.mT), Y, upper=False)
-    return {"U": U.div_(math.sqrt(eps)), "U_inv": L.mul_(math.sqrt(eps))}
+    if gb is None or c is None:
+        return times_inverse(gW.flatten(1, 2), P, tail).view(gW.shape), gb
+    centred = less_outer(gW, gb, c) if cP is None else gW
+    nW = times_inverse(centred.flatten(1, 2), P, tail).view(gW.shape)
+    if cP is not None:
+        less_outer(nW, gb, cP, out=nW)
+    return nW, gb - against(nW, c, gb.shape[0])
 
 
-def _cholesky_of_one_plus(A: Tensor) -> Tensor:
-    """Lower-triangular R with R R^T = I + A; A is overwritten."""
-    A.diagonal(dim1=-2, dim2=-1).add_(1)
-    R: Tensor = torch.linalg.cholesky(A)
-    return R
+def whitened_rows(rows: Tensor, whitening: Whitening) -> Tensor:
+    """Whitened inputs U (h - c), or (h - c) P where there is no U, for rows h (groups, rows, in)."""
+    U, P, c = whitening.U, whitening.P, whitening.c
+    kept = U if U is not None else P
+    assert kept is not None
+    rows = rows.to(kept.dtype if U is not None or c is None else c.dtype)
+    with full_precision(rows):
+        centred = rows if c is None else rows - c.unsqueeze(1)
+        if U is not None:
+            return centred @ U.mT
+        assert P is not None
+        return times_inverse(centred, P, whitening.tail)
 
 
-def _triangular_inverse(L: Tensor) -> Tensor:
-    """L^-1 of a lower-triangular L."""
-    identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
-    inverse: Tensor = torch.linalg.solve_triangular(L, identity, upper=False)
-    return inverse
+@dataclass(frozen=True)
+class Transition:
+    """The change of whitened coordinates from an old whitening to a new one.
+
+    M = U_old U_new^-1, M_inv = U_new U_old^-1 and shift = U_old (c_new - c_old): the new origin in old coordinates.
+
+    Shapes: M, M_inv (groups, in, in); shift (groups, in) or None.
+    """
+
+    M: Tensor
+    M_inv: Tensor
+    shift: Tensor | None = None
+
+    @classmethod
+    def between(cls, old: Whitening | None, new: Whitening) -> Transition:
+        """From `old` (None: the identity, U = I and c = 0) to `new`."""
+        assert new.U is not None
+        old_c = None if old is None else old.c
+        moved = new.c if old_c is None else -old_c if new.c is None else new.c - old_c
+        if old is None:
+            return cls(new.inverse(), new.U, moved)
+        assert old.U is not None
+        with full_precision(old.U):
+            shift = None if moved is None else (old.U @ moved.unsqueeze(-1)).squeeze(-1)
+            return cls(old.U @ new.inverse(), new.U @ old.inverse(), shift)
 
 
-Factorisation = Callable[[Tensor, float, Basis | None], dict[str, Tensor]]
-# For every basis: from the covariance (groups, in, in), and from its thin factor (groups, rows, in).
-FACTORISATIONS: dict[Basis | None, tuple[Factorisation, Factorisation]] = {
-    None: (_cholesky, _low_rank),
-    "pca": (_eigenbasis, _low_rank),
-    "zca": (_eigenbasis, _low_rank),
-    "cholesky": (_cholesky, _low_rank_cholesky),
-}
+def transport_velocity(V: Tensor, d: Tensor | None, transition: Transition) -> Pair:
+    """Parameters, or a velocity of parameters, in the new coordinates.
+
+    V_new = V M and d_new = d + V shift, so that V_new U_new = V U_old: the canonical image stays.
+    """
+    if d is not None and transition.shift is not None:
+        d = d + against(V, transition.shift, d.shape[0])
+    return times(V, transition.M), d
+
+
+def transport_gradient(gV: Tensor, gd: Tensor | None, transition: Transition) -> Pair:
+    """The gradient of the same function in the new coordinates.
+
+    gV_new = (gV - gd shift^T) M^-T and gd_new = gd: the adjoint of the inverse of `transport_velocity`.
+    """
+    if gd is not None and transition.shift is not None:
+        gV = less_outer(gV, gd, transition.shift)
+    return times(gV, transition.M_inv.mT), gd
+
+
+def transport_square(sV: Tensor, sd: Tensor | None, transition: Transition) -> Pair:
+    """Mean squares of gradients in the new coordinates, entries taken as uncorrelated.
+
+    `transport_gradient` with the entries of M^-T squared; exact when M is diagonal and the centre stays. The shift
+    is left out: gV and gd are anything but uncorrelated (docs/log.md has what was tried).
+    """
+    return times(sV, transition.M_inv.square().mT), sd

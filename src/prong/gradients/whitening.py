@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from prong.core.precision import accumulation_dtype, full_precision
+from prong.core.moments import accumulation_dtype, full_precision
 from prong.distributed.exchange import exchange, owners
 from prong.distributed.workers import ALONE, Workers
 from prong.gradients.outputs import sampled_output_gradient

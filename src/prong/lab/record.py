@@ -18,7 +18,7 @@ import torch
 from filelock import FileLock, Timeout
 
 import prong
-from prong.core.precision import has_bfloat16
+from prong.core.moments import has_bfloat16
 
 PACKAGES = ("optuna", "pytorch_optimizer")  # on which searches and peers depend
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prong.layers.base import Explicit, Implicit, Kind, Site, WhitenedLayer, canonical_property
-from prong.layers.layout import Layout
+from prong.layers.base import Explicit, Implicit, WhitenedLayer, canonical_property
 from prong.layers.natural import Linear, activation_space_is_cheaper
+from prong.layers.site import Kind, Layout, Site
 
 
 class _Projection:

@@ -8,9 +8,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prong.layers.base import Explicit, Implicit, Inputs, Kind, Site, canonical_property
-from prong.layers.layout import Layout
+from prong.layers.base import Explicit, Implicit, canonical_property
 from prong.layers.natural import Convolution, activation_space_is_cheaper
+from prong.layers.site import Inputs, Kind, Layout, Site
 
 
 def thin(rows: Tensor, examples: int, max_positions: int | None) -> Tensor:

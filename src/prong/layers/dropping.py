@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from prong.core.precision import accumulation_dtype, full_precision
+from prong.core.moments import accumulation_dtype, full_precision
 from prong.core.whitening import Whitening
-from prong.layers.natural import in_transform
+from prong.layers.site import in_transform
 
 POINTS, ROUNDS = 64, 8  # the bracket of log(tau) is made so many times narrower, so often
 

@@ -17,15 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prong.core.coordinates import against, natural_gradient
-from prong.core.precision import full_precision
-from prong.core.whitening import times_inverse
-from prong.layers.layout import Layout
-
-
-def in_transform() -> bool:
-    """Whether a transform of `torch.func` (vmap, grad, jvp) is running."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+from prong.core.moments import full_precision
+from prong.core.whitening import against, natural_gradient, times_inverse
+from prong.layers.site import Layout, in_transform
 
 
 @dataclass

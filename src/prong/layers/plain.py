@@ -14,25 +14,61 @@ An optimizer that is linear in the gradient (SGD) needs less: its step on V and 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from prong.core.coordinates import against, less_outer, natural_gradient, times, to_canonical, to_whitened
-from prong.core.moments import Window
-from prong.core.whitening import Whitening
+from prong.core.whitening import Whitening, against, less_outer, natural_gradient, times, to_canonical, to_whitened
 from prong.distributed.sharding import is_sharded, local, plain_class, rows_of, spread_like
 from prong.layers.attention import AttentionKind, TappedMultiheadAttention
-from prong.layers.base import Kind, Site, in_backward
-from prong.layers.budget import Budget
 from prong.layers.conv import ConvKind, ConvTransposeKind
-from prong.layers.layout import Layout
+from prong.layers.site import Kind, Layout, Site
+from prong.layers.taps import Sharing
 from prong.options import Basis, Implicit, Materialised
+
+OWN = 200.0  # what else an update takes for every weight, as operations of a product: passes over memory, about
+
+
+LEAST = 16  # inputs in a block, or directions told apart; fewer cost as much
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A share of the time of an update, and the largest block for which there is memory.
+
+    A layer's own update takes 6 operations of every weight for every row of inputs, and `OWN`. With blocks of b inputs,
+    a natural gradient takes 2 b, or 4 k if k directions are told apart; where V is held it is 4 b.
+    """
+
+    time: float
+    largest: int
+
+    def chosen(self, layout: Layout, rows: float, natural: bool) -> tuple[int | None, int | None]:
+        """For a layer, the size of blocks, and the number of directions in each; None: all."""
+        affordable = int(self.time * (6 * rows + OWN) / 4)
+        if not natural:
+            return self._divided(layout, min(self.largest, affordable)), None
+        block = self._divided(layout, self.largest)
+        rank = max(LEAST, affordable)
+        return block, rank if 2 * rank < (block or layout.inputs) else None
+
+    def _divided(self, layout: Layout, largest: int) -> int | None:
+        """Blocks of equal size, at most so large."""
+        largest = max(LEAST, largest)
+        return None if largest >= layout.inputs else math.ceil(layout.inputs / math.ceil(layout.inputs / largest))
+
+
+def largest_block(layouts: Iterable[Layout], entries: float) -> int:
+    """The largest block with which the matrices of these layers have at most so many entries together."""
+    sizes = [(layout.channels, layout.inputs) for layout in layouts]
+    block = max((inputs for _, inputs in sizes), default=LEAST)
+    while block > LEAST and sum(channels * min(inputs, block) for channels, inputs in sizes) > entries:
+        block = max(LEAST, block // 2)
+    return block
 
 
 class Plain(Kind):
@@ -403,101 +439,3 @@ def plain_kind(module: nn.Module) -> type[Plain] | None:
     if f"{kind.__module__}.{kind.__name__}" == "transformers.pytorch_utils.Conv1D":
         return PlainTransposedLinear
     return PLAIN.get(kind if kind is not nn.MultiheadAttention else type(module))  # whose class is to be changed
-
-
-class Sharing:
-    """Which sites are fed by one tensor (queries, keys and values as three layers): they share a window.
-
-    The first of them adds what it is fed, and the others follow; those that were fed something else, or nothing, part.
-    """
-
-    def __init__(self) -> None:
-        self._last: weakref.ref[Tensor] | None = None
-        self._leader: Site | None = None
-        self._from_the_start = False  # whether the leader's window was empty before
-        self._followed: dict[Site, tuple[Window, int]] = {}  # and up to which of its marks
-
-    def joins(self, site: Site, h: Tensor) -> bool:
-        """Whether the site's window is one that has counted this tensor already."""
-        if in_backward():  # checkpointing runs some forwards again, which count nothing
-            return True
-        leader = self._leader if self._last is not None and self._last() is h else None
-        if leader is None or leader is site:
-            leader, self._last, self._leader = None, weakref.ref(h), site
-            self._from_the_start = site.window is not None and site.window.empty
-        if site.window is None:
-            return False
-        if leader is not None and leader.window is not None:
-            shared, alike = leader.window, leader.layout.features == site.layout.features
-            if alike and self._from_the_start and site.window.empty and site not in self._followed:
-                site.window = shared
-            if site.window is shared and self._followed.get(site) != (shared, shared.marks):
-                self._followed[site] = shared, shared.marks
-                return True
-        self._part(site)
-        followers = [other for other, (window, _) in self._followed.items() if window is site.window]
-        for other in followers:
-            if self._missed(other):
-                self._part(other)
-        if followers:
-            site.window.mark()
-        return False
-
-    def settle(self) -> None:
-        """After the forwards of an update: part those that have missed the last of them."""
-        for site in list(self._followed):
-            if self._followed[site][0] is not site.window:  # that one is closed
-                del self._followed[site]
-            elif self._missed(site):
-                self._part(site)
-
-    def _missed(self, site: Site) -> bool:
-        window, marks = self._followed[site]
-        return marks < window.marks
-
-    def _part(self, site: Site) -> None:
-        """Give a site a window of its own, with what it has followed."""
-        if site in self._followed:
-            missed, (window, _) = self._missed(site), self._followed.pop(site)
-            if site.window is window:
-                site.window = window.parted(since_mark=not missed)
-
-
-class Tap:
-    """A plain layer's forward pre-hook; in a copy of the model it does nothing."""
-
-    def __init__(self, layer: Plain | None = None, sharing: Sharing | None = None) -> None:
-        self.layer, self._sharing = layer, sharing
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Show what the layer is called with to whoever listens."""
-        if self.layer is not None and self.layer._kept:
-            self.layer.drop_step()  # which has failed
-        layer = self.layer
-        if layer is not None and (layer.budget is not None or any(site.listening for site in layer.sites)):
-            self._look(args, kwargs)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # statistics are Python objects
-    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert self.layer is not None and self._sharing is not None
-        self.layer.see(args, kwargs, self._sharing)
-
-    def __reduce__(self) -> tuple[type[Tap], tuple[()]]:
-        return Tap, ()
-
-
-def tap_of(module: nn.Module) -> Tap | None:
-    """The tap at a module, if it has one."""
-    return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Tap)), None)
-
-
-def remove_taps_(modules: Iterable[nn.Module]) -> None:
-    """Leave these modules as torch made them."""
-    for module in modules:
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, Tap):
-                del module._forward_pre_hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-        if type(module) is TappedMultiheadAttention:
-            module.__class__ = nn.MultiheadAttention
-            del module.__dict__["tap"]

@@ -16,26 +16,12 @@ from torch.nn.utils import parametrize
 
 from prong.distributed.sharding import check_unsharded
 from prong.distributed.workers import eager_name, unwrapped
-from prong.layers import (
-    FORMS,
-    PLAIN,
-    Budget,
-    Explicit,
-    Kind,
-    Plain,
-    Sharing,
-    Site,
-    Switch,
-    Tap,
-    WhitenedLayer,
-    largest_block,
-    plain_kind,
-    remove_taps_,
-    tap_of,
-    trained_name,
-)
+from prong.layers import FORMS, Explicit, Kind, Plain, Site, WhitenedLayer
 from prong.layers.attention import TappedMultiheadAttention
-from prong.layers.plain import PlainAttention, PlainOutProjection
+from prong.layers.base import trained_name
+from prong.layers.natural import Switch
+from prong.layers.plain import PLAIN, Budget, PlainAttention, PlainOutProjection, largest_block, plain_kind
+from prong.layers.taps import Sharing, Tap, remove_taps_, tap_of
 from prong.options import Auto, Form, Implicit, Materialised, as_form, check_count
 from prong.options import Explicit as ExplicitOptions
 

@@ -11,15 +11,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from prong.core.coordinates import Transition, natural_gradient
-from prong.core.moments import Moments
-from prong.core.precision import accumulation_dtype
-from prong.core.whitening import Whitening
+from prong.core.moments import Moments, accumulation_dtype
+from prong.core.whitening import Transition, Whitening, natural_gradient
 from prong.distributed.consent import joined
 from prong.distributed.reduction import Reduction
 from prong.distributed.sharding import is_sharded, local, rows_of, whole
 from prong.distributed.workers import ALONE, Workers, unwrapped
-from prong.layers import Implicit, Kind, Plain, Site, in_backward
+from prong.layers import Implicit, Kind, Plain, Site
+from prong.layers.site import in_backward
 from prong.model.estimate import Forward, estimate
 from prong.model.whiten import check_model, whitened_sites
 from prong.options import Damping, check_count, check_damping

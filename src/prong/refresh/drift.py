@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prong.core.coordinates import whitened_rows
-from prong.core.moments import MeanSquare
-from prong.core.precision import accumulation_dtype
-from prong.core.whitening import Whitening
+from prong.core.moments import MeanSquare, accumulation_dtype
+from prong.core.whitening import Whitening, whitened_rows
 from prong.distributed.reduction import summed
 from prong.distributed.workers import Workers
 from prong.layers import Kind, Site
-from prong.layers.base import Inputs
+from prong.layers.site import Inputs
 
 EVERY = 8  # updates from one measurement to the next
 ROWS = 128  # at most, per measurement

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from prong.core.factorise import WhiteningError, eps_of, rounded, scaled, storage_for, whiten
 from prong.core.moments import Moments
-from prong.core.whitening import (
-    Whitening,
-    WhiteningError,
-    eps_of,
-    rounded,
-    scaled,
-    storage_for,
-    whiten,
-    whiten_together,
-)
+from prong.core.whitening import Whitening
 from prong.distributed.exchange import exchange, owners
 from prong.distributed.reduction import Reduction
 from prong.distributed.workers import Workers
@@ -52,20 +42,21 @@ class Request:
     scaled: bool
     storage: torch.dtype | None
 
-    @property
-    def eps(self) -> float:
-        """The damping in the units of the inputs, once the moments are complete."""
-        return eps_of(self.damping, self.moments, self.channels)
-
-    def whiten(self, eps: float) -> Whitening:
-        """The whitening that is wanted."""
-        return self.finish(whiten(self.moments, eps, self.basis, self.centred, self.cutoff, self.expected, self.most))
-
-    def finish(self, whitening: Whitening) -> Whitening:
-        """A whitening of these moments as it is wanted."""
-        if self.scaled and whitening.U is not None:
-            whitening = scaled(whitening, self.moments, self.channels)
-        return whitening if self.storage is None else rounded(whitening, self.moments, self.storage)
+    def whitening(self, warn: Callable[[str], None]) -> Whitening | None:
+        """What is wanted; None where inputs are all zero, or, with a warning, where no factorisation succeeds."""
+        eps = eps_of(self.damping, self.moments, self.channels)  # once the moments are complete
+        if eps == 0 and self.moments.count >= 2:
+            return None
+        try:
+            found = whiten(self.moments, eps, self.basis, self.centred, self.cutoff, self.expected, self.most)
+        except WhiteningError as error:
+            warn(f"keeps its last whitening: {error}")
+            return None
+        if found.eps != eps:
+            warn(f"its damping was raised from {eps:g} to {found.eps:g}")
+        if self.scaled:
+            found = scaled(found, self.moments, self.channels)
+        return found if self.storage is None else rounded(found, self.moments, self.storage)
 
 
 Requests = Mapping[str, Request]
@@ -108,63 +99,21 @@ def _warn(note: str) -> None:
     warnings.warn(note, stacklevel=4)
 
 
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Errors say of which layer they are."""
-    try:
-        yield
-    except (ValueError, FloatingPointError) as error:
-        raise type(error)(f"layer {name!r}: {error}") from None
-
-
 @torch.inference_mode(False)
 @torch.no_grad()
 def factorise(requests: Requests, warn: Callable[[str], None] = _warn) -> dict[str, Whitening]:
-    """The whitenings that are wanted; where one fails, a warning instead. Another thread may do this.
+    """The whitenings that are wanted, where there are any. Another thread may do this.
 
-    Inputs that are all zero have none.
+    Sites that share their statistics make one request.
     """
-    new: dict[str, Whitening] = {}
-    eps: dict[Request, float] = {}
+    known: dict[Request, Whitening | None] = {}
     for name, request in requests.items():
-        with _named(name):
-            eps[request] = eps[request] if request in eps else request.eps
-    live = {name: request for name, request in requests.items() if eps[request] > 0 or request.moments.count < 2}
-    known = _whiten_batched({request: eps[request] for request in live.values()})
-    for name, request in live.items():
-        try:
-            with _named(name):
-                if request not in known:
-                    known[request] = request.whiten(eps[request])
-            new[name] = known[request]
-        except WhiteningError as error:
-            warn(f"layer {name!r} keeps its last whitening: {error}")
-        else:
-            if new[name].eps != eps[request]:
-                warn(f"layer {name!r}: damping was raised from {eps[request]:g} to {new[name].eps:g}")
-    return new
-
-
-BATCHED = 128  # inputs, up to which factorisations on the CPU are batched
-
-
-def _whiten_batched(requests: Mapping[Request, float]) -> dict[Request, Whitening]:
-    """What can be factorised together. Sites that share their statistics make one request."""
-    alike: dict[Any, list[Request]] = {}
-    for request in requests:
-        mean = request.moments.mean
-        if mean.device.type == "cpu" and mean.shape[1] > BATCHED:
-            continue  # there large ones are factorised one by one anyway, and together take more memory
-        key = (mean.shape[1], mean.dtype, mean.device, request.basis, request.centred, request.cutoff, request.most)
-        alike.setdefault(key, []).append(request)
-    known: dict[Request, Whitening] = {}
-    for group in alike.values():
-        first = group[0]
-        together = whiten_together(
-            [r.moments for r in group], [requests[r] for r in group], first.basis, first.centred, first.cutoff
-        )
-        known |= {r: r.finish(w) for r, w in zip(group, together or [], strict=False)}
-    return known
+        if request not in known:
+            try:
+                known[request] = request.whitening(lambda note, name=name: warn(f"layer {name!r} {note}"))  # type: ignore[misc]
+            except (ValueError, FloatingPointError) as error:
+                raise type(error)(f"layer {name!r}: {error}") from None
+    return {name: found for name, request in requests.items() if (found := known[request]) is not None}
 
 
 EIGENBASIS = 15.0  # how many Cholesky factorisations an eigendecomposition costs, about

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from prong.core.precision import accumulation_dtype
+from prong.core.moments import accumulation_dtype
 from prong.core.whitening import Whitening
 from prong.distributed.consent import Consent
 from prong.distributed.reduction import Reduction

@@ -1,4 +1,4 @@
-"""When refreshes are due, by counting updates or by drift, and the windows in which statistics are gathered for them."""
+"""When refreshes are due, by counting or by drift, and the windows in which statistics are gathered for them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from prong.core.moments import Window
-from prong.distributed.agreement import agree_
 from prong.distributed.reduction import Reduction
 from prong.distributed.workers import Workers
-from prong.layers import Kind, OnFailure, Site
-from prong.layers.base import Owner
-from prong.layers.layout import Layout
+from prong.layers import Kind, Site
+from prong.layers.site import Layout, Owner
+from prong.layers.taps import OnFailure
+from prong.model.estimate import agree_
 from prong.options import Every, Never, OnDrift, Refresh, told
 from prong.refresh.drift import Watch
 

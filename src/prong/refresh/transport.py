@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from prong.core.coordinates import Pair, Transition, transport_gradient, transport_square, transport_velocity
 from prong.core.muon import OrthogonalMomentum
+from prong.core.whitening import Pair, Transition, transport_gradient, transport_square, transport_velocity
 from prong.distributed.sharding import local
 from prong.layers import Kind, Site
 

@@ -13,9 +13,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from prong.core.coordinates import to_canonical
-from prong.core.whitening import Whitening, times_inverse
-from prong.layers import Explicit, Kind, Site, trained_name
+from prong.core.whitening import Whitening, times_inverse, to_canonical
+from prong.layers import Explicit, Kind, Site
+from prong.layers.base import trained_name
 from prong.model.whiten import whitened_layers
 
 Coordinates = Literal["canonical", "whitened"]

@@ -14,7 +14,7 @@ from prong.analysis.fisher.coordinates import Coordinates, joined
 from prong.analysis.fisher.outputs import each_exact_row
 from prong.analysis.fisher.snapshot import Snapshot, count_examples, ordinary, pieces
 from prong.analysis.observation import patches
-from prong.core.precision import accumulation_dtype
+from prong.core.moments import accumulation_dtype
 from prong.gradients.outputs import Distribution
 from prong.model.estimate import Forward
 from prong.options import check_count

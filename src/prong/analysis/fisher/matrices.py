@@ -22,7 +22,7 @@ from prong.analysis.fisher.snapshot import (
     tensors_of,
     with_tensors,
 )
-from prong.core.precision import accumulation_dtype
+from prong.core.moments import accumulation_dtype
 from prong.gradients.outputs import Distribution
 from prong.model.estimate import Forward
 from prong.options import check_count

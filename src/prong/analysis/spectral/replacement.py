@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from prong.analysis.spectral.allocation import Option, Plan
 from prong.analysis.spectral.probing import Compressible, taps_of
 from prong.core.moments import Moments
-from prong.layers.layout import Layout
+from prong.layers.site import Layout
 
 Criterion = Literal["outputs", "weights"]
 ROUNDING = 1e-14  # relative, in float64

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prong.core.whitening import LONG, times_inverse
+from prong.core.factorise import LONG
+from prong.core.whitening import times_inverse
 from prong.lab.bench.sheets import Sheet, number, present
 from prong.lab.models import WIDTHS
 from prong.lab.record import keep, provenance
 from prong.lab.terminal import at_least, make_console, progress, writable
 from prong.lab.timing import interleaved
-from prong.layers.layout import Layout
 from prong.layers.natural import Linear
+from prong.layers.site import Layout
 
 NAME = "centring"
 COPY, FUSED, KEPT, NONE = "(h - c) P", "h P - c P", "h P - c P, in memory that is kept", "h P"

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -247,9 +246,7 @@ def mlp() -> nn.Module:
 
 
 PROBLEMS: Mapping[str, Problem] = {
-    "transformer": Problem(
-        Transformer, passages(32, 64), unseen(256, 64), next_character, updates=400, anneals=True
-    ),
+    "transformer": Problem(Transformer, passages(32, 64), unseen(256, 64), next_character, updates=400, anneals=True),
     "transformer-256": Problem(
         lambda: Transformer(256, 6, 128), passages(64, 128), unseen(256, 128), next_character, updates=400, anneals=True
     ),

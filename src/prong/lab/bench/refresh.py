@@ -12,9 +12,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from prong.core.coordinates import Transition, transport_velocity
+from prong.core.factorise import whiten
 from prong.core.moments import Moments
-from prong.core.whitening import whiten
+from prong.core.whitening import Transition, transport_velocity
 from prong.lab.bench.growth import exponent
 from prong.lab.bench.plots import Panel, draw
 from prong.lab.bench.sheets import Sheet, number, power, present

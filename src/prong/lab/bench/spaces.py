@@ -19,8 +19,8 @@ from prong.lab.bench.sheets import NONE, Sheet, number, present
 from prong.lab.record import keep, provenance
 from prong.lab.terminal import at_least, make_console, progress, writable
 from prong.lab.timing import interleaved
-from prong.layers.layout import Layout
 from prong.layers.natural import Convolution, Linear, Operation, Switch, natural, naturalize
+from prong.layers.site import Layout
 
 NAME = "spaces"
 ACTIVATION, GRADIENT = "activation space", "gradient space"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import prong
-from prong.core.precision import has_bfloat16
+from prong.core.moments import has_bfloat16
 from prong.lab.bench.amortise import CLOSED, OPEN, REFRESH, averages
 from prong.lab.bench.contest import BLOCK, PACES, SETTINGS, Pace, measure, steps
 from prong.lab.bench.sheets import NONE, Sheet, as_rich, number, percent

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from prong.core.precision import has_bfloat16
+from prong.core.moments import has_bfloat16
 from prong.lab.experiments.common import Common, Flat, Start, Tuned, at_most, each_used, given, make_job, source_of
 from prong.lab.experiments.perform import perform
 from prong.lab.inception import inception

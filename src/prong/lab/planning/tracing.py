@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import prong
 from prong.analysis.observation import tensors_given
 from prong.layers import Site, WhitenedLayer
-from prong.layers.layout import Layout
+from prong.layers.site import Layout
 from prong.model.whiten import site_name, whitened_layers
 
 KINDS: Mapping[type[nn.Module], str] = {

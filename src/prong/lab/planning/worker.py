@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from prong.core.whitening import whiten
+from prong.core.factorise import whiten
 from prong.lab.bench.refresh import correlated_rows, gather
 from prong.lab.parallel import joined
 from prong.lab.planning import costs

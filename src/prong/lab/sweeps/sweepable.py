@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from prong.core.precision import has_bfloat16
+from prong.core.moments import has_bfloat16
 from prong.lab.contestants import Contestant, Initialisation, data_folder
 from prong.lab.experiments.cifar10 import FIT
 from prong.lab.jobs import Job

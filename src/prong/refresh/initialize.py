@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from prong.core.coordinates import to_canonical
+from prong.core.factorise import eps_of, whiten
 from prong.core.moments import Moments, Window
-from prong.core.whitening import Whitening, check_basis, eps_of, whiten
+from prong.core.whitening import Whitening, to_canonical
 from prong.distributed.reduction import Reduction
 from prong.distributed.sharding import check_unsharded
 from prong.distributed.workers import Workers, unwrapped
 from prong.layers import Explicit, Kind, Plain, Site
-from prong.layers.layout import Layout
+from prong.layers.site import Layout
 from prong.model.estimate import (
     Forward,
     as_batches,
@@ -30,7 +30,7 @@ from prong.model.estimate import (
     undisturbed,
 )
 from prong.model.whiten import check_model, fold_, whiten_, whitened_sites
-from prong.options import Basis, Damping, check_damping
+from prong.options import Basis, Damping, check_basis, check_damping
 from prong.refresh.apply import adopt_, check_between_updates, linear_of, whitenings_of
 
 Scheme = Callable[[Tensor], Any]
