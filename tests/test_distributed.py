@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from prong.core import moments
 from prong.core.moments import Moments
 from prong.distributed.exchange import owners
-from prong.distributed.reduction import _symmetric, _triangle
+from prong.refresh.factorise import _symmetric, _triangle
 from tests.distributed_behaviour import BEHAVIOUR
 from tests.distributed_scenarios import CORE, EVERY_ROW, SCENARIOS, Place
 

@@ -5,10 +5,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from prong import distributed as distributed
-from prong.attachment import attach
 from prong.model.summary import summary
 from prong.model.whiten import fold_, ordinary_gradients, whiten_
-from prong.optimizers import PRONG, AdamW, Muon
+from prong.optimizers import PRONG, AdamW, Muon, attach
 from prong.options import Absolute, Auto, Every, Explicit, Implicit, Materialised, Never, OnDrift, WhitenOutputs
 from prong.refresh.apply import refresh_
 from prong.refresh.initialize import fan_in_, initialize_

@@ -1,134 +1,29 @@
-"""Ties a model and its optimizer together: steps in whitened coordinates, refreshes, and one state for both."""
+"""What happens around an optimizer's steps where it trains a model in whitened coordinates; one state for both."""
 
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed import ProcessGroup
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
-from prong.distributed.sharding import by_rows, check_unsharded, is_sharded, reshard_, sharded_modules
-from prong.distributed.workers import Workers, unwrapped
+from prong.distributed.joining import Shadow
+from prong.distributed.sharding import is_sharded, reshard_, sharded_modules
+from prong.distributed.workers import Workers, eager_name, unwrapped
+from prong.forms import has_plus
 from prong.gradients.whitening import OutputWhitening
-from prong.layers import Explicit, Kind, Plain, Site, WhitenedLayer
-from prong.model.whiten import (
-    check_model,
-    fold_,
-    nothing_to_whiten,
-    tap_,
-    warn_of_rest,
-    weights_and_biases,
-    whiten_,
-    whitened_layers,
-    whitened_sites,
-)
-from prong.options import (
-    Auto,
-    Damping,
-    Every,
-    Form,
-    Implicit,
-    Materialised,
-    OnDrift,
-    Refresh,
-    WhitenOutputs,
-    as_form,
-    check_damping,
-    check_refresh,
-    check_trust,
-)
-from prong.options import Explicit as ExplicitOptions
+from prong.layers import Kind, Plain, Site
+from prong.layers.plain import catch_up
+from prong.model.whiten import check_model, fold_, whitened_layers
+from prong.options import Damping, Refresh, WhitenOutputs
 from prong.refresh.refresher import Refresher
-from prong.refresh.transport import is_linear, transports_of
 from prong.trust import Trust
-
-Inner = TypeVar("Inner", bound=Optimizer)
-Space = Literal["whitened", "natural"]
-TRUST = 0.05
-
-
-def attach(
-    model: nn.Module,
-    optimizer: Inner,
-    *,
-    damping: Damping = 0.1,
-    form: str | Form | Auto = "auto",
-    refresh: Refresh | None = None,
-    trust: float | None = TRUST,
-    space: Space = "whitened",
-    outputs: WhitenOutputs | None = None,
-    replace: bool = False,
-    process_group: ProcessGroup | None = None,
-) -> Inner:
-    """Let an optimizer that exists step in whitened coordinates from now on; returns it.
-
-        optimizer = prong.attach(model, SOAP(model.parameters(), lr=3e-3))
-
-    Every parameter of a layer that can be whitened is exchanged, during steps, for the one in whitened coordinates. All
-    others are trained as before. Before the first refresh nothing is changed.
-
-    The state of torch's own optimizers is carried over exactly at each refresh. Of others, averages of gradients
-    (`exp_avg`, `momentum_buffer`) are carried over, and everything else is kept as it is: coordinates are those of
-    `Materialised(basis="zca")` then, which change little from one refresh to the next. (At a layer's first refresh they
-    change altogether, and such a state begins anew.)
-
-    Args:
-        model: the model it trains, or a DistributedDataParallel or compiled one of it. If some of its layers are
-            whitened already (`whiten_`), those are used and no others.
-        optimizer: any torch.optim.Optimizer, torch's or somebody else's.
-        damping: what is added to the variance of each layer's inputs, in units of their mean square; or
-            `prong.Absolute(eps)`.
-        form: how: "auto", "implicit", "explicit" or "materialised", or one of `prong.Auto(...)`, `prong.Implicit(...)`,
-            `prong.Explicit(...)`, `prong.Materialised(...)`. All walk the same path.
-        refresh: when whitening is estimated anew, and from which samples: `prong.Every(...)`, `prong.OnDrift(...)` or
-            `prong.Never()`.
-        trust: the largest change of a layer's pre-activations that a step may make by prediction, in RMS over data and
-            units; None: any.
-        space: "natural" gives the optimizer natural gradients instead: another method, unless it is SGD.
-        outputs: whiten backpropagated gradients too, with `prong.WhitenOutputs(...)`. For SGD.
-        replace: take the model over from an optimizer that trains it in whitened coordinates already. One that nobody
-            holds any more is replaced anyway.
-        process_group: the workers that train the model together; default: DistributedDataParallel's, or all where
-            `torch.distributed` is initialised.
-
-    Raises:
-        TypeError: what is no model or optimizer.
-        ValueError: options that do not fit, or a model without layers to whiten.
-    """
-    check_model(model)
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    check_damping(damping)
-    check_trust(trust)
-    refresh = Every() if refresh is None else refresh
-    check_refresh(refresh)
-    workers, given, model = Workers.of(model, process_group), model, unwrapped(model)
-    take_over(model, replace)
-    layers = dict(whitened_layers(model))
-    wanted = as_form(form)
-    _check_combination(model, optimizer, wanted, list(layers.values()), space, outputs)
-    if not layers:
-        _whiten(model, optimizer, wanted, space, outputs)
-    try:
-        sites = whitened_sites(model)
-        if not sites:
-            raise ValueError(nothing_to_whiten(model))
-        _check_held(optimizer, sites)
-        _check_refresh(sites, refresh, outputs)
-        Attachment(model, optimizer, sites, damping, refresh, trust, outputs, workers, given)
-    except BaseException:
-        if not layers:
-            fold_(model)
-        raise
-    if not layers:
-        warn_of_rest(model, sites.values())
-    return optimizer
 
 
 class Attachment:
@@ -154,10 +49,10 @@ class Attachment:
         self._views = list({id(layer): layer for layer, _ in sites.values() if isinstance(layer, Plain)}.values())
         self._sharded = sharded_modules(model)
         spread = not workers.alone and any(is_sharded(p) for p in model.parameters())
-        self._trust = None if trust is None else Trust(trust, sites, workers if spread else None)
+        self._trust = None if trust is None else Trust(trust, sites, optimizer, workers if spread else None)
         self._outputs = None if outputs is None else OutputWhitening(model, sites, outputs, workers)
         self.refresher = Refresher(
-            model, optimizer, sites, damping, refresh, workers, given, plus=_plus(sites), gradients=self._outputs
+            model, optimizer, sites, damping, refresh, workers, given, plus=has_plus(sites), gradients=self._outputs
         )
         self._loading: dict[str, Any] | None = None
         self._met = False  # whether it is known who trains the model
@@ -194,11 +89,13 @@ class Attachment:
             self._met = True
         if self._views and self._views[0].sharing is not None:  # which all have
             self._views[0].sharing.settle()
-        reshard_(self._sharded)
+        if self._sharded:
+            reshard_(self._sharded)
         self.refresher.before_step()
         try:
             if self._outputs is not None:
                 self._outputs.precondition()
+            catch_up(self._views)
             for view in self._views:
                 view.enter()
             if self._trust is not None:
@@ -281,6 +178,90 @@ def attachment_of(optimizer: Optimizer) -> Attachment:
     return attachment
 
 
+class Composite(Optimizer, Joinable):
+    """Optimizers of torch, each with groups of its own, as one; in whitened coordinates once it is attached.
+
+    Args:
+        parts: the optimizers, and what to make each of: parameters with their names, or groups, and options.
+    """
+
+    def __init__(self, parts: Mapping[type[Optimizer], tuple[list[Any], dict[str, Any]]]) -> None:
+        self._parts = {kind.__name__: kind(params, **options) for kind, (params, options) in parts.items() if params}
+        self._rules: dict[int, type[Optimizer]] = {}
+        groups = [
+            {**group, "rule": rule, "params": list(zip(group["param_names"], group["params"], strict=True))}
+            for rule, part in self._parts.items()
+            for group in part.param_groups
+        ]
+        Optimizer.__init__(self, groups, next(iter(self._parts.values())).defaults)
+        Joinable.__init__(self)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Make one update; returns what `closure` does, if one is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        try:
+            for rule, part in self._parts.items():
+                part.param_groups = [group for group in self.param_groups if group["rule"] == rule]
+                part.state = self.state
+                part.step()
+        except BaseException:
+            attachment_of(self).abandon()
+            raise
+        return loss
+
+    def rule_of(self, parameter: Tensor) -> type[Optimizer]:
+        """Which optimizer trains a parameter."""
+        return self._rules.get(id(parameter), Optimizer)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, named as the others are; they are trained by the first of the optimizers."""
+        rule = param_group.setdefault("rule", next(iter(self._parts)))
+        attachment = self.__dict__.get("_prong")
+        if attachment is not None:
+            param_group["params"] = named(attachment.refresher.model, param_group["params"])
+        super().add_param_group(param_group)
+        self._rules |= dict.fromkeys(map(id, self.param_groups[-1]["params"]), type(self._parts[rule]))
+
+    def join_hook(self, **unused: Any) -> JoinHook:
+        """For `torch.distributed.algorithms.Join([model, optimizer])`, where some workers run out of data early."""
+        return Shadow(self, attachment_of(self).given, attachment_of(self).refresher)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where workers talk."""
+        return attachment_of(self).workers.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The workers."""
+        return attachment_of(self).workers.group or torch.distributed.group.WORLD
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for group, own in zip(state["param_groups"], self.param_groups, strict=True):
+            group.setdefault("rule", own["rule"])  # of which states of torch's own optimizers know nothing
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"prong.{type(self).__name__} is bound to its model and cannot be copied or pickled; save its state_dict()"
+        )
+
+
+def named(model: nn.Module, params: Any) -> list[Any]:
+    """What torch's optimizers take: parameters or groups of them, with their names in the model."""
+    check_model(model)
+    names = {id(p): eager_name(name) for name, p in unwrapped(model).named_parameters()}
+    given = list(unwrapped(model).parameters()) if params is None else params
+    given = [given] if isinstance(given, Tensor) else list(given)
+    if given and isinstance(given[0], dict):
+        return [{**group, "params": named(model, group["params"])} for group in given]
+    return [p if isinstance(p, tuple) else (names.get(id(p), f"outside.{i}"), p) for i, p in enumerate(given)]
+
+
 def take_over(model: nn.Module, replace: bool) -> None:
     """Release a model from an optimizer that nobody holds any more, or from any that there is.
 
@@ -332,116 +313,3 @@ def _without(name: str, parts: tuple[str, ...]) -> str:
     for part in parts:
         name = name.replace(part, "")
     return name
-
-
-def _check_combination(
-    model: nn.Module,
-    optimizer: Optimizer,
-    form: Form | Auto,
-    layers: list[WhitenedLayer | Plain],
-    space: Space,
-    outputs: WhitenOutputs | None,
-) -> None:
-    """Refuse what does not go together."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS makes several steps in one, between which coordinates would have to change back")
-    for group in optimizer.param_groups:
-        for option in ("capturable", "differentiable"):
-            if group.get(option):
-                raise ValueError(
-                    f"{option}=True does not go with whitened coordinates, which Python exchanges at steps"
-                )
-    if space not in ("whitened", "natural"):
-        raise ValueError(f"space is 'whitened' or 'natural', got {space!r}")
-    if layers and not isinstance(form, Auto) and any(layer.form != form.name for layer in layers):
-        raise ValueError(f"the model is whitened already, but not in the {form.name} form; prong.fold_(model) first")
-    kind = type(optimizer).__name__
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    linear = all(is_linear(optimizer, p) for p in weights_and_biases(model) if id(p) in held)
-    explicit = isinstance(form, ExplicitOptions) or any(isinstance(layer, Explicit) for layer in layers)
-    natural = isinstance(form, Implicit) or any(layer.form == "implicit" for layer in layers)
-    if natural and space != "natural" and not linear:
-        raise ValueError(
-            f"{kind} is not linear in the gradient, so natural gradients make it another method: say space='natural', "
-            "or choose another form"
-        )
-    if space == "natural" and (explicit or isinstance(form, Materialised)):
-        raise ValueError(
-            f"space='natural' is natural gradients, which is the implicit form and not the {form.name} one"
-        )
-    if outputs is not None:
-        check_unsharded(model, "whitening of outputs", "leave outputs=None")
-    if outputs is not None and not linear:
-        raise ValueError(f"outputs are whitened for SGD, not for {kind}")
-    if outputs is not None and isinstance(form, Materialised):
-        raise ValueError('outputs are whitened in the implicit or explicit form: leave form="auto"')
-
-
-def _whiten(
-    model: nn.Module, optimizer: Optimizer, form: Form | Auto, space: Space, outputs: WhitenOutputs | None
-) -> None:
-    """Bring a plain model into a form."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-    def trains(module: nn.Module) -> bool:
-        return any(id(p) in held for p in module.parameters(recurse=False))
-
-    if outputs is not None and isinstance(form, Auto):
-        form = Implicit()
-    if isinstance(form, Implicit | ExplicitOptions) and (space == "whitened" or isinstance(form, ExplicitOptions)):
-        whiten_(model, form, layers=lambda name, module: trains(module))
-        return
-
-    whole: list[nn.Module] = []  # modules that are spread over workers in parts that cannot be whitened by themselves
-
-    def choose_form(kind: type[Plain], module: nn.Module) -> Form | None:
-        if not trains(module):
-            return None
-        site = kind.make_sites(module)[0]
-        weight = getattr(module, site.weight)
-        if is_sharded(weight) and not (by_rows(weight) and site.layout.by_rows):
-            whole.append(module)
-            return None
-        if not isinstance(form, Auto):
-            return form
-        if space == "natural" or is_linear(optimizer, weight):
-            return Implicit()
-        return Materialised("zca" if transports_of(optimizer, weight) is None else "pca")
-
-    views = tap_(model, choose_form, form if isinstance(form, Auto) else None)
-    for view in views.values():
-        view.measured = view.natural and not is_linear(optimizer, view.pair(view.sites[0])[0])
-    if whole and all(space == "natural" or is_linear(optimizer, p) for module in whole for p in module.parameters()):
-        whiten_(model, Implicit(), layers=lambda name, module: module in whole)
-    elif whole:
-        names = {id(module): name for name, module in model.named_modules()}
-        warnings.warn(
-            f"prong leaves as they are: {', '.join(repr(names[id(module)]) for module in whole)}, which are grouped, "
-            "transposed or sharded otherwise than by rows",
-            stacklevel=4,
-        )
-
-
-def _check_held(optimizer: Optimizer, sites: dict[str, tuple[Kind, Site]]) -> None:
-    """Refuse explicit layers whose weights the optimizer does not train: their coordinates would change under it."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    weights = [layer.pair(site)[0] for layer, site in sites.values() if isinstance(layer, Explicit)]
-    if any(weight.requires_grad and id(weight) not in held for weight in weights):
-        raise ValueError(
-            "the optimizer does not train all explicitly whitened weights, so it could not carry their state "
-            "along; give it all of them, or whiten only its own: prong.whiten_(model, layers=...)"
-        )
-    if _plus(sites) and any(transports_of(optimizer, weight) is None for weight in weights):
-        raise ValueError(f"PRONG+ would reset the state of {type(optimizer).__name__} at every update")
-
-
-def _check_refresh(sites: dict[str, tuple[Kind, Site]], refresh: Refresh, outputs: WhitenOutputs | None) -> None:
-    """Refuse refreshes that would never come, or never tell what is wanted."""
-    if _plus(sites) and isinstance(refresh, OnDrift):
-        raise ValueError("PRONG+ hides drift, as it evens it out after each update; take refresh=prong.Every(...)")
-    if outputs is not None and not isinstance(getattr(refresh, "source", None), str):
-        raise ValueError("outputs are gathered in training forwards: give refresh=prong.Every(...) without a loader")
-
-
-def _plus(sites: dict[str, tuple[Kind, Site]]) -> bool:
-    return any(isinstance(layer.options, ExplicitOptions) and layer.options.plus for layer, _ in sites.values())

@@ -1,101 +1,43 @@
-"""Optimizers in whitened coordinates, each one line instead of torch's own."""
+"""Optimizers in whitened coordinates, each one line instead of torch's own; and `attach`, for any other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from prong.attachment import attach, attachment_of
+from prong.attachment import Attachment, Composite, named, take_over
 from prong.core.muon import OrthogonalMomentum
-from prong.distributed.joining import Shadow
-from prong.distributed.workers import eager_name, unwrapped
-from prong.model.whiten import check_model, weights_and_biases
-from prong.options import Auto, Damping, Form, Refresh
+from prong.distributed.workers import Workers, unwrapped
+from prong.forms import Space, check_combination, check_held, check_samples, take_form_
+from prong.model.whiten import (
+    check_model,
+    fold_,
+    nothing_to_whiten,
+    warn_of_rest,
+    weights_and_biases,
+    whitened_layers,
+    whitened_sites,
+)
+from prong.options import (
+    Auto,
+    Damping,
+    Every,
+    Form,
+    Refresh,
+    WhitenOutputs,
+    as_form,
+    check_damping,
+    check_refresh,
+    check_trust,
+)
 
-Named = list[tuple[str, Tensor]]
-
-
-class Composite(Optimizer, Joinable):
-    """Optimizers of torch, each with groups of its own, as one; in whitened coordinates once it is attached.
-
-    Args:
-        model: the model.
-        parts: the optimizers, and what to make each of: parameters with their names, or groups, and options.
-        attached: options of `prong.attach`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        parts: Mapping[type[Optimizer], tuple[list[Any], dict[str, Any]]],
-        attached: Mapping[str, Any],
-    ) -> None:
-        self._parts = {kind.__name__: kind(params, **options) for kind, (params, options) in parts.items() if params}
-        self._rules: dict[int, type[Optimizer]] = {}
-        groups = [{**group, "rule": rule} for rule, part in self._parts.items() for group in part.param_groups]
-        groups = [{**group, "params": _pairs(group)} for group in groups]
-        Optimizer.__init__(self, groups, next(iter(self._parts.values())).defaults)
-        Joinable.__init__(self)
-        attach(model, self, **attached)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Make one update; returns what `closure` does, if one is given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        try:
-            for rule, part in self._parts.items():
-                part.param_groups = [group for group in self.param_groups if group["rule"] == rule]
-                part.state = self.state
-                part.step()
-        except BaseException:
-            attachment_of(self).abandon()
-            raise
-        return loss
-
-    def rule_of(self, parameter: Tensor) -> type[Optimizer]:
-        """Which optimizer trains a parameter."""
-        return self._rules.get(id(parameter), Optimizer)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, named as the others are; they are trained by the first of the optimizers."""
-        rule = param_group.setdefault("rule", next(iter(self._parts)))
-        attachment = self.__dict__.get("_prong")
-        if attachment is not None:
-            param_group["params"] = _named(attachment.refresher.model, param_group["params"])
-        super().add_param_group(param_group)
-        self._rules |= dict.fromkeys(map(id, self.param_groups[-1]["params"]), type(self._parts[rule]))
-
-    def join_hook(self, **unused: Any) -> JoinHook:
-        """For `torch.distributed.algorithms.Join([model, optimizer])`, where some workers run out of data early."""
-        return Shadow(self, attachment_of(self).given, attachment_of(self).refresher)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where workers talk."""
-        return attachment_of(self).workers.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The workers."""
-        return attachment_of(self).workers.group or torch.distributed.group.WORLD
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for group, own in zip(state["param_groups"], self.param_groups, strict=True):
-            group.setdefault("rule", own["rule"])  # of which states of torch's own optimizers know nothing
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            f"prong.{type(self).__name__} is bound to its model and cannot be copied or pickled; save its state_dict()"
-        )
+Inner = TypeVar("Inner", bound=Optimizer)
+TRUST = 0.05
 
 
 class PRONG(Composite):
@@ -141,11 +83,12 @@ class PRONG(Composite):
         attached, own = _divided(options)
         own |= {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
         attached |= {"damping": damping, "form": form, "refresh": refresh}
-        mine, rest = _named(model, params), []
+        mine, rest = named(model, params), []
         if others is not None:
             wanted = set(map(id, weights_and_biases(model)))
             mine, rest = _parted(mine, wanted)
-        super().__init__(model, {torch.optim.SGD: (mine, own), torch.optim.AdamW: (rest, dict(others or {}))}, attached)
+        super().__init__({torch.optim.SGD: (mine, own), torch.optim.AdamW: (rest, dict(others or {}))})
+        attach(model, self, **attached)
 
 
 class AdamW(Composite):
@@ -186,7 +129,8 @@ class AdamW(Composite):
         attached, own = _divided(options)
         own |= {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         attached |= {"damping": damping, "form": form, "refresh": refresh}
-        super().__init__(model, {torch.optim.AdamW: (_named(model, params), own)}, attached)
+        super().__init__({torch.optim.AdamW: (named(model, params), own)})
+        attach(model, self, **attached)
 
 
 class Muon(Composite):
@@ -226,11 +170,90 @@ class Muon(Composite):
         own |= {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         attached |= {"damping": damping, "form": form, "refresh": refresh, "space": space}
         matrices = [p for p in weights_and_biases(model) if p.dim() > 1][:-1]
-        mine, rest = _parted(_named(model, None), set(map(id, matrices)))
+        mine, rest = _parted(named(model, None), set(map(id, matrices)))
         if not mine:
             raise ValueError("Muon needs hidden matrices or kernels, and this model has none; take prong.AdamW")
         adamw = {"lr": 0.1 * lr, "weight_decay": weight_decay, **(others or {})}
-        super().__init__(model, {OrthogonalMomentum: (mine, own), torch.optim.AdamW: (rest, adamw)}, attached)
+        super().__init__({OrthogonalMomentum: (mine, own), torch.optim.AdamW: (rest, adamw)})
+        attach(model, self, **attached)
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Inner,
+    *,
+    damping: Damping = 0.1,
+    form: str | Form | Auto = "auto",
+    refresh: Refresh | None = None,
+    trust: float | None = TRUST,
+    space: Space = "whitened",
+    outputs: WhitenOutputs | None = None,
+    replace: bool = False,
+    process_group: ProcessGroup | None = None,
+) -> Inner:
+    """Let an optimizer that exists step in whitened coordinates from now on; returns it.
+
+        optimizer = prong.attach(model, SOAP(model.parameters(), lr=3e-3))
+
+    Every parameter of a layer that can be whitened is exchanged, during steps, for the one in whitened coordinates. All
+    others are trained as before. Before the first refresh nothing is changed.
+
+    The state of torch's own optimizers is carried over exactly at each refresh. Of others, averages of gradients
+    (`exp_avg`, `momentum_buffer`) are carried over, and everything else is kept as it is: coordinates are those of
+    `Materialised(basis="zca")` then, which change little from one refresh to the next. (At a layer's first refresh they
+    change altogether, and such a state begins anew.)
+
+    Args:
+        model: the model it trains, or a DistributedDataParallel or compiled one of it. If some of its layers are
+            whitened already (`whiten_`), those are used and no others.
+        optimizer: any torch.optim.Optimizer, torch's or somebody else's.
+        damping: what is added to the variance of each layer's inputs, in units of their mean square; or
+            `prong.Absolute(eps)`.
+        form: how: "auto", "implicit", "explicit" or "materialised", or one of `prong.Auto(...)`, `prong.Implicit(...)`,
+            `prong.Explicit(...)`, `prong.Materialised(...)`. All walk the same path.
+        refresh: when whitening is estimated anew, and from which samples: `prong.Every(...)`, `prong.OnDrift(...)` or
+            `prong.Never()`.
+        trust: the largest change of a layer's pre-activations that a step may make by prediction, in RMS over data and
+            units; None: any.
+        space: "natural" gives the optimizer natural gradients instead: another method, unless it is SGD.
+        outputs: whiten backpropagated gradients too, with `prong.WhitenOutputs(...)`. For SGD.
+        replace: take the model over from an optimizer that trains it in whitened coordinates already. One that nobody
+            holds any more is replaced anyway.
+        process_group: the workers that train the model together; default: DistributedDataParallel's, or all where
+            `torch.distributed` is initialised.
+
+    Raises:
+        TypeError: what is no model or optimizer.
+        ValueError: options that do not fit, or a model without layers to whiten.
+    """
+    check_model(model)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    check_damping(damping)
+    check_trust(trust)
+    refresh = Every() if refresh is None else refresh
+    check_refresh(refresh)
+    workers, given, model = Workers.of(model, process_group), model, unwrapped(model)
+    take_over(model, replace)
+    layers = dict(whitened_layers(model))
+    wanted = as_form(form)
+    check_combination(model, optimizer, wanted, list(layers.values()), space, outputs)
+    if not layers:
+        take_form_(model, optimizer, wanted, space, outputs)
+    try:
+        sites = whitened_sites(model)
+        if not sites:
+            raise ValueError(nothing_to_whiten(model))
+        check_held(optimizer, sites)
+        check_samples(sites, refresh, outputs)
+        Attachment(model, optimizer, sites, damping, refresh, trust, outputs, workers, given)
+    except BaseException:
+        if not layers:
+            fold_(model)
+        raise
+    if not layers:
+        warn_of_rest(model, sites.values())
+    return optimizer
 
 
 ATTACHED = ("trust", "space", "outputs", "replace", "process_group")
@@ -240,21 +263,6 @@ def _divided(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Options of `attach`, and those of torch's optimizer."""
     attached = {name: options[name] for name in ATTACHED if name in options}
     return attached, {name: value for name, value in options.items() if name not in ATTACHED}
-
-
-def _named(model: nn.Module, params: Any) -> list[Any]:
-    """What torch's optimizers take: parameters or groups of them, with their names in the model."""
-    check_model(model)
-    names = {id(p): eager_name(name) for name, p in unwrapped(model).named_parameters()}
-    given = list(unwrapped(model).parameters()) if params is None else params
-    given = [given] if isinstance(given, Tensor) else list(given)
-    if given and isinstance(given[0], dict):
-        return [{**group, "params": _named(model, group["params"])} for group in given]
-    return [p if isinstance(p, tuple) else (names.get(id(p), f"outside.{i}"), p) for i, p in enumerate(given)]
-
-
-def _pairs(group: dict[str, Any]) -> Named:
-    return list(zip(group["param_names"], group["params"], strict=True))
 
 
 def _parted(params: list[Any], wanted: set[int]) -> tuple[list[Any], list[Any]]:

@@ -31,6 +31,7 @@ from prong.layers import Implicit, Kind, Plain, Site
 from prong.refresh.transport import is_linear
 
 UNITS = 16  # of a layer, on which a step is measured
+Parts = tuple[Tensor | None, Tensor | None]  # of a site's weight and bias
 
 
 @dataclass
@@ -39,10 +40,8 @@ class _Start:
 
     layer: Kind
     site: Site
-    units: Tensor
-    bias_units: Tensor | None
-    bias: Tensor | None
-    weight: Tensor | None
+    units: Parts
+    whole: Parts
 
 
 class Trust:
@@ -51,11 +50,19 @@ class Trust:
     Args:
         most: the largest RMS change of pre-activations per step.
         sites: what is whitened.
+        optimizer: whose steps.
         spread: those who hold a part of every parameter each, if they are spread.
     """
 
-    def __init__(self, most: float, sites: Mapping[str, tuple[Kind, Site]], spread: Workers | None = None) -> None:
+    def __init__(
+        self,
+        most: float,
+        sites: Mapping[str, tuple[Kind, Site]],
+        optimizer: Optimizer,
+        spread: Workers | None = None,
+    ) -> None:
         self.most, self._sites, self._spread = most, sites, spread
+        self._linear = {site for layer, site in sites.values() if is_linear(optimizer, layer.pair(site)[0])}
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._starts: list[_Start] = []
 
@@ -64,17 +71,17 @@ class Trust:
         """Shorten gradients where steps are linear in them; of others, remember where they start."""
         self._gradients, self._starts = [], []
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        reaches: list[tuple[float, Site, tuple[Tensor, Tensor | None]]] = []
+        reaches: list[tuple[float, Site, Parts]] = []
         squares: list[Tensor] = []
         for layer, site in self._sites.values():
             weight, bias = layer.pair(site)
             if site.whitening is None or weight.grad is None or id(weight) not in groups:
                 continue
-            if is_linear(optimizer, weight):
+            if site in self._linear:
                 reaches.append((_reach(groups[id(weight)]), site, (weight, bias)))
-                squares.append(_of_gradient(layer, site, weight, bias))
+                squares.append(self._of_gradient(layer, site))
             else:
-                self._starts.append(_start(layer, site, weight, bias))
+                self._starts.append(self._start(layer, site))
         shortened: set[Tensor] = set()
         for (reach, site, pair), change in zip(reaches, self._changes(squares), strict=True):
             factor = self._factor(reach * change)
@@ -85,18 +92,17 @@ class Trust:
                     shortened.add(parameter)
                     self._gradients.append((parameter, parameter.grad))
                     parameter.grad = parameter.grad.clone()
-                held(site, parameter.grad).mul_(factor)
+                self._held(site, parameter.grad).mul_(factor)
 
     @torch.no_grad()
     def after(self) -> None:
         """Shorten steps that went too far, and put gradients back."""
         starts = self._starts
         self.restore()
-        squares = [_made(start) for start in starts]
-        for start, change in zip(starts, self._changes(squares), strict=True):
+        for start, change in zip(starts, self._changes([self._made(start) for start in starts]), strict=True):
             factor = self._factor(change)
             if factor < 1:
-                _shorten(start, factor)
+                self._shorten(start, factor)
 
     def restore(self) -> None:
         """Put gradients back, and forget where steps began."""
@@ -117,65 +123,87 @@ class Trust:
         """By what to multiply a step that makes such a change. What is not finite is left for all to see."""
         return min(1.0, self.most / change) if change > 0 and math.isfinite(change) else 1.0
 
+    def _held(self, site: Site, tensor: Tensor) -> Tensor:
+        """What this worker has of a site's rows of a tensor."""
+        tensor = tensor.detach()
+        if self._spread is not None:
+            own = is_sharded(tensor) and site.spread is None and site.layout.by_rows
+            site, tensor = site.restricted(rows_of(tensor)) if own else site, local(tensor)
+        part = site.part(tensor)
+        assert part is not None
+        return part
+
+    def _units(self, site: Site, tensor: Tensor | None) -> Tensor | None:
+        """Some units of a weight or bias, spread over all of them: rows, where each unit is one."""
+        if tensor is None:
+            return None
+        if not site.layout.by_rows:
+            return tensor.detach() if self._spread is None else whole(tensor.detach())
+        part = self._held(site, tensor)
+        return part[:: max(1, part.shape[0] // UNITS)]
+
+    def _of_gradient(self, layer: Kind, site: Site) -> Tensor:
+        """The sum over units of the squares of what a gradient changes, and the number of units."""
+        weight, bias = layer.pair(site)
+        dW, db = (self._units(site, None if p is None else p.grad) for p in (weight, bias))
+        assert dW is not None
+        if isinstance(layer, Implicit):
+            return predicted(layer, site, dW, db)
+        total = torch.zeros((), dtype=torch.float64, device=dW.device)
+        for p, gradient in ((weight, dW), (bias, db)):
+            if p is None or gradient is None:
+                continue
+            natural = isinstance(layer, Plain) and layer.natural
+            other = self._units(site, layer.ordinary(p)) if isinstance(layer, Plain) and natural else gradient
+            assert other is not None
+            total = total + (gradient * other).sum(dtype=torch.float64)
+        layout = site.layout
+        number = dW.shape[0] if layout.by_rows else layout.outputs * layout.groups
+        return torch.stack([total, total.new_tensor(float(number))])
+
+    def _start(self, layer: Kind, site: Site) -> _Start:
+        pair = layer.pair(site)
+        told_by_W = isinstance(layer, Plain) and not layer.natural  # which is not written before the step is over
+        units = [self._units(site, p) for p in pair]
+        whole = [None if p is None or (told_by_W and p is pair[0]) else self._held(site, p) for p in pair]
+        few, all_ = (tuple(None if x is None else x.clone() for x in parts) for parts in (units, whole))
+        return _Start(layer, site, few, all_)  # type: ignore[arg-type]
+
+    def _made(self, start: _Start) -> Tensor:
+        """What the step that was made from there changes."""
+        now = [self._units(start.site, p) for p in start.layer.pair(start.site)]
+        dW, db = (
+            None if x is None or before is None else _precise(x) - _precise(before)
+            for x, before in zip(now, start.units, strict=True)
+        )
+        assert dW is not None
+        return predicted(start.layer, start.site, dW, db)
+
+    def _shorten(self, start: _Start, factor: float) -> None:
+        """Let a step be only so long."""
+        layer, site = start.layer, start.site
+        weight, bias = start.whole
+        if weight is None and isinstance(layer, Plain):
+            weight = layer.before_step(site)
+        for parameter, before in zip(layer.pair(site), (weight, bias), strict=True):
+            if parameter is not None and before is not None:
+                now = self._held(site, parameter)
+                now.lerp_(before.to(now.dtype), 1 - factor)
+
 
 def _reach(group: dict[str, Any]) -> float:
     """How far a gradient moves parameters that it is added to the momentum of, over all steps to come."""
     return float(group["lr"]) * (1 - float(group.get("dampening", 0.0))) / max(1 - float(group["momentum"]), 1e-3)
 
 
-def _units(site: Site, tensor: Tensor | None) -> Tensor | None:
-    """Some units of a weight or bias, spread over all of them: rows, where each unit is one."""
-    if tensor is None:
-        return None
-    part = held(site, tensor) if site.layout.by_rows else whole(tensor.detach())
-    return part[:: _stride(site, part)]
-
-
-def held(site: Site, tensor: Tensor) -> Tensor:
-    """What this worker has of a site's rows of a tensor."""
-    own = is_sharded(tensor) and site.spread is None and site.layout.by_rows
-    part = (site.restricted(rows_of(tensor)) if own else site).part(local(tensor.detach()))
-    assert part is not None
-    return part
-
-
-def _stride(site: Site, part: Tensor) -> int:
-    return 1 if site.layout.groups > 1 or site.layout.transposed else max(1, part.shape[0] // UNITS)
-
-
-def _number(site: Site, few: Tensor) -> int:
-    """How many units these are."""
-    layout = site.layout
-    return layout.outputs * layout.groups if layout.transposed else few.shape[0]
-
-
-def _of_gradient(layer: Kind, site: Site, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The sum over units of the squares of what a gradient changes, and the number of units."""
-    pairs = [p for p in (weight, bias) if p is not None and p.grad is not None]
-    if isinstance(layer, Implicit):
-        return predicted(layer, site, *(_units(site, None if p is None else p.grad) for p in (weight, bias)))
-    total: Tensor | float = 0.0
-    for p in pairs:
-        gradient, ordinary = (
-            _units(site, p.grad),
-            _units(site, layer.ordinary(p) if isinstance(layer, Plain) else p.grad),
-        )
-        assert gradient is not None and ordinary is not None
-        natural = isinstance(layer, Plain) and layer.natural
-        total = total + (gradient * (ordinary if natural else gradient)).sum(dtype=torch.float64)
-    few = _units(site, weight)
-    assert few is not None and isinstance(total, Tensor)
-    return torch.stack([total, total.new_tensor(float(_number(site, few)))])
-
-
-def predicted(layer: Kind, site: Site, dW: Tensor | None, db: Tensor | None) -> Tensor:
-    """The same of a step of some units.
+def predicted(layer: Kind, site: Site, dW: Tensor, db: Tensor | None) -> Tensor:
+    """The sum over some units of the squares of what a step of them changes, and their number.
 
     In whitened coordinates it is |dV|^2 + dd^2; a step of W and b is dV dV^T = dW (Sigma + eps I) dW^T, dd = db + dW c.
     """
     w, layout = site.whitening, site.layout
-    assert w is not None and dW is not None
-    if layout.groups == 1 and not layout.transposed:
+    assert w is not None
+    if layout.by_rows:
         layout = replace(layout, shape=(dW.shape[0], *layout.shape[1:]))
     X = layout.pack(_precise(dW))
     with full_precision(X):
@@ -193,37 +221,3 @@ def predicted(layer: Kind, site: Site, dW: Tensor | None, db: Tensor | None) -> 
 
 def _precise(tensor: Tensor) -> Tensor:
     return tensor.to(accumulation_dtype(tensor.dtype))
-
-
-def _start(layer: Kind, site: Site, weight: Tensor, bias: Tensor | None) -> _Start:
-    told_by_W = isinstance(layer, Plain) and not layer.natural  # which is not written before the step is over
-    few = _units(site, weight)
-    assert few is not None
-    kept = (
-        _units(site, bias),
-        None if bias is None else held(site, bias),
-        None if told_by_W else held(site, weight),
-    )
-    return _Start(layer, site, few.clone(), *(None if x is None else x.clone() for x in kept))
-
-
-def _made(start: _Start) -> Tensor:
-    """What the step that was made from there changes."""
-    site = start.site
-    weight, bias = start.layer.pair(site)
-    few = _units(site, weight)
-    assert few is not None
-    now, before = _units(site, bias), start.bias_units
-    step = None if now is None or before is None else _precise(now) - _precise(before)
-    return predicted(start.layer, site, _precise(few) - _precise(start.units), step)
-
-
-def _shorten(start: _Start, factor: float) -> None:
-    """Let a step be only so long."""
-    layer, site = start.layer, start.site
-    weight, bias = layer.pair(site)
-    old = layer.before_step(site) if start.weight is None and isinstance(layer, Plain) else start.weight
-    for parameter, before in ((weight, old), (bias, start.bias)):
-        if parameter is not None and before is not None:
-            now = held(site, parameter)
-            now.lerp_(before.to(now.dtype), 1 - factor)

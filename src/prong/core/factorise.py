@@ -36,7 +36,7 @@ def eps_of(damping: Damping, moments: Moments, channels: int) -> float:
 
 
 def scaled(whitening: Whitening, moments: Moments, channels: int) -> Whitening:
-    """The whitening with U divided by a number, the same for the whole layer, which gives it a usual size:
+    """The whitening with U divided by a number, the same for the whole layer, which gives it a usual size.
 
         scale^2 = E[h^2] tr(U U^T) / in
 
@@ -80,7 +80,8 @@ def whiten(
         FloatingPointError: moments that are not finite.
         WhiteningError: if no rung gave a finite result.
     """
-    check_positive("eps", eps)
+    if not 0 < eps < math.inf:
+        check_positive("eps", eps)
     if basis is not None:
         check_basis(basis)
     if moments.count < 2:

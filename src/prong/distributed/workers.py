@@ -45,6 +45,7 @@ class Workers:
     Attributes:
         rank: which of them this process is.
         size: how many there are.
+        alone: whether there is nobody to talk to.
         device: where they talk.
         group: torch's own name for them; None is the default group.
     """
@@ -57,6 +58,7 @@ class Workers:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank, self.size, self.device, self.group = rank, size, device, group
+        self.alone = size == 1
 
     @classmethod
     def of(cls, model: nn.Module, group: dist.ProcessGroup | None = None) -> Workers:
@@ -81,11 +83,6 @@ class Workers:
             group = None  # by name: whoever keeps the default group keeps its threads, also when it has been destroyed
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         return cls(dist.get_rank(group), dist.get_world_size(group), device, group)
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is nobody to talk to."""
-        return self.size == 1
 
     def any(self, flag: bool) -> bool:
         """Whether it is so for any worker."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from prong.core.moments import accumulation_dtype
 from prong.core.whitening import Whitening, against, less_outer, natural_gradient, times, to_canonical, to_whitened
 from prong.distributed.sharding import is_sharded, local, plain_class, rows_of, spread_like
 from prong.layers.attention import AttentionKind, TappedMultiheadAttention
@@ -87,7 +88,10 @@ class Plain(Kind):
     def __init__(self, module: nn.Module, options: Materialised | Implicit, budget: Budget | None = None) -> None:
         self.module, self.options, self.budget, self.measured = module, options, budget, False
         self.settled = budget is None
-        self.sites = tuple(_of_this_worker(site, self.parameter(site.weight)) for site in self.make_sites(module))
+        sites = self.make_sites(module)
+        weight = self._parameter(sites[0].weight)
+        self.sharded = is_sharded(weight)
+        self.sites = tuple(site.restricted(rows_of(weight)) for site in sites) if self.sharded else sites
         self.sharing: Sharing | None = None
         self.max_positions = None
         self.owner = None
@@ -95,11 +99,13 @@ class Plain(Kind):
         self._kept: dict[Tensor, tuple[Tensor, Tensor | None]] = {}  # data and gradients of parameters, during a step
         # What parameters were when V and d were last written to them: version, if it is known, and a sample of entries.
         self._written: dict[str, tuple[int | None, Tensor]] = {}
-        weight = self._parameter(self.sites[0].weight)
         self._place = weight.device, weight.dtype
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
+
+    def parameter(self, name: str | None) -> Tensor | None:  # noqa: D102
+        return None if name is None else self.module._parameters[name]
 
     @property
     def form(self) -> str:  # type: ignore[override]
@@ -118,6 +124,8 @@ class Plain(Kind):
     def stored(self, site: Site, whitening: Whitening) -> Whitening:
         """As of any layer, but for what is not needed: F, and a U^-1 that is U, scaled."""
         kept = super().stored(site, whitening)
+        if self.basis is not None:  # in float32 at least: rounding U would change the function
+            kept = whitening.map(lambda x: x.to(self._place[0], accumulation_dtype(self._place[1])))
         if not self.measured:
             kept = replace(kept, F=None)
         return replace(kept, U_inv=None) if self.basis == "pca" else kept
@@ -125,16 +133,13 @@ class Plain(Kind):
     def coordinates(self, site: Site) -> tuple[Tensor, Tensor | None] | None:  # noqa: D102
         if self.natural:
             return None
-        for name in (site.weight, site.bias):
-            if name is not None and name not in self._held:
-                parameter = self.parameter(name)
-                assert parameter is not None
-                self._held[name] = local(parameter.detach()).clone(memory_format=torch.contiguous_format)
+        for name in filter(None, (site.weight, site.bias)):
+            if name not in self._held:
+                whole = self._local(self._parameter(name).detach())
+                self._held[name] = whole.clone(memory_format=torch.contiguous_format)
                 self._mark([name])
-            elif name is not None and site.whitening is None:
-                part = site.part(local(self._parameter(name)))
-                assert part is not None
-                site.write(self._held[name], part)
+            elif site.whitening is None:
+                site.write(self._held[name], self._local(self._parameter(name)))
         return self._held[site.weight], None if site.bias is None else self._held[site.bias]
 
     def follow(self) -> None:
@@ -160,12 +165,19 @@ class Plain(Kind):
     @torch.no_grad()
     def catch_up(self) -> None:
         """Where somebody has changed W or b since they were written (a checkpoint loaded, say), let V and d follow."""
-        names = [name for name, mark in self._written.items() if not _is_as_then(self._parameter(name), mark)]
+        marks = {name: (self._parameter(name), mark) for name, mark in self._written.items()}
+        names = [
+            name
+            for name, (p, (version, _)) in marks.items()
+            if version not in (None, p._version) or not _alike([marks[name]])
+        ]
         for site in self.sites if names else ():
             if site.whitening is None or not {site.weight, site.bias} & set(names):
                 continue
             weight, bias = self.pair(site)
-            whitened = to_whitened(*site.packed(local(weight), None if bias is None else local(bias)), site.whitening)
+            whitened = to_whitened(
+                *site.packed(self._local(weight), None if bias is None else self._local(bias)), site.whitening
+            )
             held = self.coordinates(site)
             for target, value in zip(held or (), site.unpacked(*whitened), strict=True):
                 if target is not None and value is not None:
@@ -188,9 +200,13 @@ class Plain(Kind):
             self._written[name] = parameter._version, _sample(parameter).clone()
 
     def _parameter(self, name: str) -> Tensor:
-        parameter = self.parameter(name)
+        parameter = self.module._parameters[name]
         assert parameter is not None
         return parameter
+
+    def _local(self, tensor: Tensor) -> Tensor:
+        """What this worker has of it."""
+        return local(tensor) if self.sharded else tensor
 
     def release(self) -> None:
         """Forget V and d: W and b are what they stand for."""
@@ -230,49 +246,48 @@ class Plain(Kind):
     def enter(self) -> None:
         """Before a step: exchange gradients and, where they are held, parameters for those in whitened coordinates."""
         self.follow()
-        self.catch_up()
         new: dict[Tensor, Tensor] = {}
         for site in self.sites:
             weight, bias = self.pair(site)
             if site.whitening is None or weight.grad is None:
                 continue
-            gb = None if bias is None or bias.grad is None else local(bias.grad)
-            exchanged = self._exchanged(site, local(weight.grad), gb)
+            gb = None if bias is None or bias.grad is None else self._local(bias.grad)
+            exchanged = self._exchanged(site, self._local(weight.grad), gb)
             for parameter, gradient in zip((weight, bias), exchanged, strict=True):
                 if parameter is None or gradient is None:
                     continue
+                gradient = gradient.to(parameter.dtype)
                 if site.rows is None:
-                    new[parameter] = spread_like(gradient, parameter)
+                    new[parameter] = spread_like(gradient, parameter) if self.sharded else gradient
                 else:
                     assert parameter.grad is not None
-                    site.write(local(new.setdefault(parameter, parameter.grad.clone())), gradient)
+                    site.write(self._local(new.setdefault(parameter, parameter.grad.clone())), gradient)
         for parameter, gradient in new.items():
-            spread = is_sharded(parameter) and not self.natural  # whose data cannot be exchanged for others
-            self._kept[parameter] = local(parameter).clone() if spread else parameter.data, parameter.grad
+            # The data of what is sharded cannot be exchanged for others, and is written over.
+            data = local(parameter).clone() if self._written_over else parameter.data
+            self._kept[parameter] = data, parameter.grad
             parameter.grad = gradient
         for parameter, value in self._values():
-            if parameter in new and is_sharded(parameter):
-                local(parameter).copy_(value)
-            elif parameter in new:
-                parameter.data = value
+            if parameter in new:
+                self._put(parameter, value)
 
     @torch.no_grad()
     def leave(self) -> None:
         """After a step: write W = V U and b = d - W c, and put gradients back."""
-        for name, value in self._held.items():
-            parameter = self._parameter(name)
-            if parameter in self._kept and is_sharded(parameter):
-                value.copy_(local(parameter))
+        for name, value in self._held.items() if self._written_over else ():
+            if self._parameter(name) in self._kept:
+                value.copy_(local(self._parameter(name)))
         kept = self.drop_step()
-        for site in [] if self.natural else self.sites:
+        if not kept or self.natural:
+            return
+        for site in self.sites:
             weight, bias = self.pair(site)
             if weight in kept:
-                held = None if bias is None or bias not in kept else local(bias)
-                self._materialise(site, local(weight), held)
+                held = None if bias is None or bias not in kept else self._local(bias)
+                self._materialise(site, self._local(weight), held)
                 if held is None:
                     self._keep_bias(site)
-        if kept and not self.natural:
-            self._mark(self._held)
+        self._mark(self._held)
 
     @torch.no_grad()
     def drop_step(self) -> dict[Tensor, Any]:
@@ -280,11 +295,18 @@ class Plain(Kind):
         kept, self._kept = self._kept, {}
         for parameter, (data, gradient) in kept.items():
             parameter.grad = gradient
-            if is_sharded(parameter) and not self.natural:
-                local(parameter).copy_(data)
-            else:
-                parameter.data = data
+            self._put(parameter, data)
         return kept
+
+    @property
+    def _written_over(self) -> bool:
+        return self.sharded and not self.natural
+
+    def _put(self, parameter: Tensor, value: Tensor) -> None:
+        if self._written_over:
+            local(parameter).copy_(value)
+        else:
+            parameter.data = value
 
     def ordinary(self, parameter: Tensor) -> Tensor | None:
         """During a step: the gradient as the backward pass has given it."""
@@ -294,7 +316,7 @@ class Plain(Kind):
         """During a step: V as it was."""
         weight, _ = self.pair(site)
         assert site.whitening is not None
-        W = local(self._kept[weight][0])
+        W = self._local(self._kept[weight][0])
         V, _ = to_whitened(*site.packed(W, None), site.whitening)
         return site.unpacked(V, None)[0]
 
@@ -306,17 +328,17 @@ class Plain(Kind):
 
     def _exchanged(self, site: Site, gW: Tensor, gb: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The gradients of this site's rows in whitened coordinates, or the natural ones."""
-        w = site.whitening
+        w, matrix = site.whitening, self._is_matrix(site)
         assert w is not None
-        if self._is_matrix(site) and not self.natural:
-            assert w.U is not None
+        if matrix and w.U is not None and w.U.dtype == gW.dtype:
             G = gW if w.c is None or gb is None else torch.addr(gW, gb, w.c[0], alpha=-1)
             return G @ w.U[0].mT, gb
-        packed, packed_b = site.packed(gW, gb)
+        packed, packed_b = (gW[None, :, None], None if gb is None else gb[None]) if matrix else site.packed(gW, gb)
         if self.natural:
             assert w.P is not None
             nW, nb = natural_gradient(packed, packed_b, w.P, w.c, w.tail, w.cP)
-            return site.layout.unpack(nW, like=site.part(gW)), None if nb is None else nb.reshape(-1)
+            nb = None if nb is None else nb.reshape(-1)
+            return nW.view(gW.shape) if matrix else site.layout.unpack(nW, like=site.part(gW)), nb
         assert w.U is not None
         G = packed if w.c is None or packed_b is None else less_outer(packed, packed_b, w.c)
         return site.unpacked(times(G, w.U.mT), packed_b)
@@ -325,8 +347,7 @@ class Plain(Kind):
         """Write a site's rows of W = V U and b = d - W c."""
         w = site.whitening
         V, d = self._held[site.weight], None if b is None or site.bias is None else self._held[site.bias]
-        if w is not None and self._is_matrix(site):
-            assert w.U is not None
+        if w is not None and w.U is not None and w.U.dtype == W.dtype and self._is_matrix(site):
             torch.mm(V, w.U[0], out=W)
             if b is not None and d is not None:
                 b.copy_(d if w.c is None else torch.addmv(d, W, w.c[0], alpha=-1))
@@ -353,10 +374,6 @@ class Plain(Kind):
         return site.rows is None and len(layout.shape) == 2 and layout.matrices == 1 and not layout.transposed
 
 
-def _of_this_worker(site: Site, weight: Tensor | None) -> Site:
-    return site.restricted(rows_of(weight)) if weight is not None and is_sharded(weight) else site
-
-
 SAMPLE = 64  # entries of a parameter by which it is known again
 
 
@@ -365,10 +382,26 @@ def _sample(parameter: Tensor) -> Tensor:
     return part[(slice(None, None, max(1, part.shape[0] // SAMPLE)), *(0,) * (part.dim() - 1))]
 
 
-def _is_as_then(parameter: Tensor, mark: tuple[int | None, Tensor]) -> bool:
-    version, sample = mark
-    now = _sample(parameter)
-    return version in (None, parameter._version) and torch.equal(now, sample)
+@torch.no_grad()
+def catch_up(views: Iterable[Plain]) -> None:
+    """Let V and d of all views follow their W and b; where nobody has changed any, all are compared at once."""
+    views = [view for view in views if view._written]
+    marks = [(view._parameter(name), mark) for view in views for name, mark in view._written.items()]
+    if any(version not in (None, parameter._version) for parameter, (version, _) in marks) or not _alike(marks):
+        for view in views:
+            view.catch_up()
+
+
+def _alike(marks: Iterable[tuple[Tensor, tuple[int | None, Tensor]]]) -> bool:
+    """Whether the samples of parameters are as they were; the host waits once."""
+    samples = [(_sample(parameter), before) for parameter, (_, before) in marks]
+    kinds = {(now.device, now.dtype) for now, _ in samples}
+    return all(
+        torch.equal(
+            *(torch.cat([pair[i] for pair in samples if (pair[i].device, pair[i].dtype) == kind]) for i in (0, 1))
+        )
+        for kind in kinds
+    )
 
 
 class PlainLinear(Plain):

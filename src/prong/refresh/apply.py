@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from prong.core.moments import Moments, accumulation_dtype
 from prong.core.whitening import Transition, Whitening, natural_gradient
 from prong.distributed.consent import joined
-from prong.distributed.reduction import Reduction
 from prong.distributed.sharding import is_sharded, local, rows_of, whole
 from prong.distributed.workers import ALONE, Workers, unwrapped
 from prong.layers import Implicit, Kind, Plain, Site
@@ -22,7 +21,7 @@ from prong.layers.site import in_backward
 from prong.model.estimate import Forward, estimate
 from prong.model.whiten import check_model, whitened_sites
 from prong.options import Damping, check_count, check_damping
-from prong.refresh.factorise import Sites, collect, compute, requests_of
+from prong.refresh.factorise import Reduction, Sites, collect, compute, requests_of
 from prong.refresh.transport import (
     Update,
     is_linear,
@@ -59,7 +58,7 @@ def refresh_(
         damping: added to every eigenvalue of the covariance, in units of the inputs' mean square; or `prong.Absolute`.
         samples: stop after so many examples, of all workers together.
         optimizer: whose state for whitened parameters is carried along (explicit form); not needed where the
-            model is trained by `PRONG` or has a `Refresher`.
+            model has an optimizer of ours, or an attached one.
         forward: how to run the model on a batch; default `model(batch)`, `model(batch[0])` or `model(**batch)`.
         process_group: the workers that take part; default: all.
 
@@ -155,23 +154,25 @@ def assign_(
     computes its own part.
     """
     updates: list[Update] = []
-    shared: list[Tensor] = []  # values that all workers have
+    local_only: list[Update] = []  # of what is spread over workers
     checks: list[tuple[str, list[Update]]] = []
     resets: list[tuple[Kind, Site]] = []
     for name, (layer, site, new) in whitenings.items():
         weight, _ = layer.pair(site)
-        begin = len(updates)
-        reset = on_refresh == "reset" or (optimizer is not None and not keeps_state(optimizer, layer, site))
-        if reset:
-            resets.append((layer, site))
-        if gradients and isinstance(layer, Implicit) and site.whitening is None:
-            updates += _naturalized(layer, site, new)
+        mine = updates if workers.alone or not is_sharded(weight) else local_only
         held = layer.coordinates(site)
+        reset = on_refresh == "reset"
         if held is None:
-            if isinstance(layer, Plain) and optimizer is not None and not (workers.alone or is_sharded(weight)):
-                updates += [] if joined(optimizer) else _as_they_are(optimizer, layer, site)
-            shared += [] if is_sharded(weight) else [value for _, value in updates[begin:]]
+            if reset:
+                resets.append((layer, site))
+            if gradients and isinstance(layer, Implicit) and site.whitening is None:
+                mine += _naturalized(layer, site, new)
+            if isinstance(layer, Plain) and optimizer is not None and not workers.alone and mine is updates:
+                mine += [] if joined(optimizer) else _as_they_are(optimizer, layer, site)
             continue
+        if reset or (optimizer is not None and not keeps_state(optimizer, layer, site)):
+            reset = True
+            resets.append((layer, site))
         like = local(weight.detach()).to(accumulation_dtype(weight.dtype))
         old = None if site.whitening is None else site.whitening.map(lambda x, like=like: x.to(like))  # type: ignore[misc]
         transition = Transition.between(old, new.map(lambda x, like=like: x.to(like)))  # type: ignore[misc]
@@ -180,12 +181,12 @@ def assign_(
             planned += plan_state(optimizer, layer, site, transition)
         if check:
             checks.append((name, planned))
-        updates += planned
+        mine += planned
         if gradients and not isinstance(layer, Plain):  # these may be anything: a GradScaler skips what is not finite
-            updates += plan_gradients(layer, site, transition)
-        shared += [] if is_sharded(weight) else [value for _, value in updates[begin:]]
-    workers.broadcast_(shared)()
-    with workers.together() if len(shared) < len(updates) else nullcontext():
+            mine += plan_gradients(layer, site, transition)
+    if not workers.alone:
+        workers.broadcast_([value for _, value in updates])()
+    with workers.together() if local_only else nullcontext():
         for name, planned in checks:
             if not all(torch.isfinite(value).all() for _, value in planned):
                 were_finite = all(torch.isfinite(target).all() for target, _ in planned)
@@ -197,7 +198,7 @@ def assign_(
                     "and the learning rate (a lower lr, a larger damping; a loss that sums over examples wants a lower "
                     "lr, too)."
                 )
-    for target, value in updates:
+    for target, value in (*updates, *local_only):
         target.copy_(value)
     stored: dict[Any, Whitening] = {}
     for layer, site, new in whitenings.values():

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from prong.core.moments import MeanSquare, accumulation_dtype
 from prong.core.whitening import Whitening, whitened_rows
-from prong.distributed.reduction import summed
 from prong.distributed.workers import Workers
 from prong.layers import Kind, Site
 from prong.layers.site import Inputs
@@ -177,3 +176,20 @@ def zeros_of(layer: Kind, site: Site) -> Tensor:
     weight = layer.pair(site)[0]
     dtype = accumulation_dtype(weight.dtype)
     return torch.zeros(site.layout.matrices, site.layout.features, dtype=dtype, device=weight.device)
+
+
+def summed(squares: Mapping[str, tuple[MeanSquare, Tensor]], workers: Workers) -> dict[str, MeanSquare]:
+    """Mean squares over all workers, each given with zeros of its shape. Those given stay as they are."""
+    if workers.alone:
+        return {name: square for name, (square, _) in squares.items()}
+    parts = {}
+    for name, (square, zeros) in squares.items():
+        total = zeros if square.total is None else square.total.to(zeros)
+        parts[name] = torch.cat([total.reshape(-1), zeros.new_tensor([square.count])])
+    workers.sum_(list(parts.values()))()
+    result = {}
+    for name, (_, zeros) in squares.items():
+        result[name] = MeanSquare()
+        if (count := float(parts[name][-1])) > 0:
+            result[name].add(parts[name][:-1].view(zeros.shape), count)
+    return result

@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup
 from prong.core.factorise import eps_of, whiten
 from prong.core.moments import Moments, Window
 from prong.core.whitening import Whitening, to_canonical
-from prong.distributed.reduction import Reduction
 from prong.distributed.sharding import check_unsharded
 from prong.distributed.workers import Workers, unwrapped
 from prong.layers import Explicit, Kind, Plain, Site
@@ -32,6 +31,7 @@ from prong.model.estimate import (
 from prong.model.whiten import check_model, fold_, whiten_, whitened_sites
 from prong.options import Basis, Damping, check_basis, check_damping
 from prong.refresh.apply import adopt_, check_between_updates, linear_of, whitenings_of
+from prong.refresh.factorise import Reduction
 
 Scheme = Callable[[Tensor], Any]
 

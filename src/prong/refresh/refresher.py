@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from prong.core.moments import accumulation_dtype
 from prong.core.whitening import Whitening
 from prong.distributed.consent import Consent
-from prong.distributed.reduction import Reduction
 from prong.distributed.sharding import reshard_, sharded_modules
 from prong.distributed.workers import Workers
 from prong.gradients.whitening import OutputWhitening
@@ -25,7 +24,7 @@ from prong.options import Absolute, Damping, Every, OnDrift, Refresh
 from prong.refresh.apply import OnRefresh, adopt_, assign_, check_between_updates, linear_of
 from prong.refresh.background import Background
 from prong.refresh.drift import Watch
-from prong.refresh.factorise import Share, collect, compute, requests_of
+from prong.refresh.factorise import Reduction, Share, collect, compute, requests_of
 from prong.refresh.plus import Spread, rescale_, spread_of
 from prong.refresh.schedule import Timetable, Windows
 from prong.refresh.state import check_site_state, restore_site, site_state
@@ -69,9 +68,12 @@ class Refresher:
         self._watch = Watch(sites, workers)
         self.timetable = Timetable(refresh, self.windows if self._gathers else None, self._watch)
         self._pending: Background[Share] = Background()
-        self._consent = Consent(workers, given, optimizer, lambda: self.windows.gathering, self.undo)
+        self._consent = None
+        if not workers.alone:
+            self._consent = Consent(workers, given, optimizer, lambda: self.windows.gathering, self.undo)
         self._next = 1  # the update that has anything to do after it
-        self._released = False
+        self.released = False  # whether its layers were given up
+        self._sharded = sharded_modules(model)
         self._note_fixed_biases()
         for layer, site in sites.values():
             layer.owner = self
@@ -102,7 +104,7 @@ class Refresher:
     @property
     def errors(self) -> list[FloatingPointError] | None:
         """Where layers tell of inputs that cannot be added, if others would wait for them."""
-        return self._consent.errors
+        return None if self._consent is None else self._consent.errors
 
     @property
     def _gathers(self) -> bool:
@@ -127,7 +129,8 @@ class Refresher:
 
     def before_step(self) -> None:
         """Ask the other workers; and before the first update, whiten by what its forwards have seen."""
-        self._consent.ask()
+        if self._consent is not None:
+            self._consent.ask()
         if (
             self.updates > 0
             or not self.timetable.at_once
@@ -147,11 +150,13 @@ class Refresher:
     def after_step(self) -> None:
         """Keep what was gathered for this update, and refresh what is due."""
         self.updates += 1
-        if self.updates < self._next and not self.plus and self.gradients is None:
-            return
-        self.windows.settle()
+        for _, site in self.sites.values():
+            if site.window is not None:
+                site.window.settle()
         if self.gradients is not None:
             self.gradients.settle()
+        if self.updates < self._next:
+            return
         scheduled = self.next_refresh(self.updates - 1) == self.updates
         if self.timetable.by_drift:
             self._watch.note(self.updates)
@@ -169,16 +174,19 @@ class Refresher:
         self._next = self._busy_again()
 
     def _busy_again(self) -> int:
-        """The next update after which there is anything to do: where windows are open or drift is watched, each one."""
-        coming, due = self.next_refresh(), self._pending.due
-        if self.windows.gathering or coming is None or self.timetable.by_drift:
-            return self.updates + 1 if self.windows.gathering or self.timetable.by_drift or due is not None else 2**62
-        opening = self.windows.first_opening(self.timetable.samples, coming) if self._gathers else coming
-        return max(self.updates + 1, min(opening, coming, coming if due is None else due))
+        """The next update after which there is anything to do but to keep what was gathered."""
+        if self.plus or self.source == "ema" or self.timetable.by_drift:
+            return self.updates + 1
+        coming = self.next_refresh()
+        events = [coming, self._pending.due]
+        if coming is not None and self._gathers:
+            events.append(self.windows.first_opening(self.timetable.samples, coming))
+        return max(self.updates + 1, min((event for event in events if event is not None), default=2**62))
 
     def _note_fixed_biases(self) -> None:
         """A bias that the optimizer does not hold is as good as frozen."""
-        reshard_(sharded_modules(self.model))
+        if self._sharded:
+            reshard_(self._sharded)
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for layer, site in self.sites.values():
             site.fixed_bias = id(layer.pair(site)[1]) not in held
@@ -218,7 +226,7 @@ class Refresher:
         They need not be finite: folding is what there is to do after training has diverged.
         """
         self._unwhiten(self._optimizer())
-        self._released = True
+        self.released = True
         self.detach()
 
     def _unwhiten(self, optimizer: Optimizer | None) -> None:
@@ -343,14 +351,9 @@ class Refresher:
             check_site_state(name, layer, site, state["layers"][name])
 
     @property
-    def released(self) -> bool:
-        """Whether its layers were given up."""
-        return self._released
-
-    @property
     def folded(self) -> bool:
         """Whether its layers were made plain again (`fold_`), and perhaps others since."""
-        return self._released or any(not hasattr(layer, "sites") for layer, _ in self.sites.values())
+        return self.released or any(not hasattr(layer, "sites") for layer, _ in self.sites.values())
 
     def _check_unfolded(self) -> None:
         if self.folded:
@@ -429,7 +432,7 @@ class Refresher:
         """Forget what was measured of these sites in other coordinates than they have now."""
         changed = set(sites)
         self._watch_anew(name for name, (_, site) in self.sites.items() if site in changed)
-        for site in changed:
+        for site in changed if self.plus else ():
             spread = spread_of(site)
             if spread is not None:
                 spread.take()

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from prong.core.moments import Window
-from prong.distributed.reduction import Reduction
 from prong.distributed.workers import Workers
 from prong.layers import Kind, Site
 from prong.layers.site import Layout, Owner
@@ -19,6 +18,7 @@ from prong.layers.taps import OnFailure
 from prong.model.estimate import agree_
 from prong.options import Every, Never, OnDrift, Refresh, told
 from prong.refresh.drift import Watch
+from prong.refresh.factorise import Reduction
 
 SHARE = 0.1  # of an update, for gathering
 
@@ -60,9 +60,9 @@ class Windows:
         return None if rate is None else math.ceil(samples / rate)
 
     def first_opening(self, samples: int, coming: int) -> int:
-        """The update after which the first window opens that ends at the one that is coming."""
-        lengths = [self.updates(name, samples) for name in self._sites]
-        return coming - max((length for length in lengths if length is not None), default=coming)
+        """The update after which the first window opens, of those that are closed, that ends at the one coming."""
+        closed = [name for name, (_, site) in self._sites.items() if site.window is None]
+        return coming - max((self.updates(name, samples) or 0 for name in closed), default=0)
 
     def open(self, name: str, now: int) -> None:
         """Begin to gather, unless that has begun."""
@@ -88,7 +88,8 @@ class Windows:
 
     def reduced(self, names: Iterable[str]) -> Reduction:
         """What the open ones of all workers hold, on its way."""
-        agree_((layer for layer, _ in self._sites.values()), self._workers)
+        if not self._workers.alone:
+            agree_((layer for layer, _ in self._sites.values()), self._workers)
         windows = {name: inputs for name in names if (inputs := self._sites[name][1].window) is not None}
         moments = {name: inputs.moments for name, inputs in windows.items()}
         return Reduction(moments, self._workers, {name: inputs.examples for name, inputs in windows.items()})
@@ -146,12 +147,6 @@ class Windows:
     def close(self, name: str) -> None:
         """Forget all of it."""
         self._sites[name][1].window = None
-
-    def settle(self) -> None:
-        """After an update: keep what was gathered for it."""
-        for _, site in self._sites.values():
-            if site.window is not None:
-                site.window.settle()
 
     def undo(self) -> None:
         """Take back what was gathered since the last update."""
