@@ -197,7 +197,7 @@ class Composite(Optimizer, Joinable):
         Joinable.__init__(self)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one update; returns what `closure` does, if one is given."""
         loss = None
         if closure is not None:
@@ -243,7 +243,7 @@ class Composite(Optimizer, Joinable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group, own in zip(state["param_groups"], self.param_groups, strict=True):
             group.setdefault("rule", own["rule"])  # of which states of torch's own optimizers know nothing
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -255,8 +255,8 @@ def named(model: nn.Module, params: Any) -> list[Any]:
     """What torch's optimizers take: parameters or groups of them, with their names in the model."""
     check_model(model)
     names = {id(p): eager_name(name) for name, p in unwrapped(model).named_parameters()}
-    given = list(unwrapped(model).parameters()) if params is None else params
-    given = [given] if isinstance(given, Tensor) else list(given)
+    params = unwrapped(model).parameters() if params is None else params
+    given: list[Any] = [params] if isinstance(params, Tensor) else list(params)
     if given and isinstance(given[0], dict):
         return [{**group, "params": named(model, group["params"])} for group in given]
     return [p if isinstance(p, tuple) else (names.get(id(p), f"outside.{i}"), p) for i, p in enumerate(given)]

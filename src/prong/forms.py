@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from prong.distributed.sharding import by_rows, check_unsharded, is_sharded
-from prong.layers import Explicit, Kind, Plain, Site, WhitenedLayer
+from prong.layers import Explicit, Kind, Plain, Site
 from prong.model.whiten import tap_, weights_and_biases, whiten_
 from prong.options import Auto, Form, Implicit, Materialised, OnDrift, Refresh, WhitenOutputs
 from prong.options import Explicit as ExplicitOptions
@@ -23,7 +23,7 @@ def check_combination(
     model: nn.Module,
     optimizer: Optimizer,
     form: Form | Auto,
-    layers: list[WhitenedLayer | Plain],
+    layers: list[Kind],
     space: Space,
     outputs: WhitenOutputs | None,
 ) -> None:

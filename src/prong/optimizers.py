@@ -83,7 +83,7 @@ class PRONG(Composite):
         attached, own = _divided(options)
         own |= {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
         attached |= {"damping": damping, "form": form, "refresh": refresh}
-        mine, rest = named(model, params), []
+        mine, rest = named(model, params), list[Any]()
         if others is not None:
             wanted = set(map(id, weights_and_biases(model)))
             mine, rest = _parted(mine, wanted)

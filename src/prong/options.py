@@ -130,7 +130,7 @@ FORMS: dict[str, type[Form | Auto]] = {form.name: form for form in (Auto, Implic
 
 def as_form(form: str | Form | Auto) -> Form | Auto:
     """A form by its name, with its defaults; or as it is."""
-    if isinstance(form, tuple(FORMS.values())):
+    if isinstance(form, Auto | Implicit | Explicit | Materialised):
         return form
     if not isinstance(form, str) or form not in FORMS:
         raise ValueError(

@@ -17,8 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import prong
-from prong.attachment import attachment_of
-from prong.optimizers import Composite
+from prong.attachment import Composite, attachment_of
 from prong.options import Form
 from prong.refresh.refresher import Refresher
 

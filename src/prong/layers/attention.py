@@ -34,7 +34,7 @@ class _View:
         return getattr(self._layer, name)
 
 
-def _without_projection(layer: nn.MultiheadAttention, weight: Tensor) -> dict[str, Any]:
+def _without_projection(layer: Any, weight: Tensor) -> dict[str, Any]:
     """What to replace so that torch's forward gives what its output projection would take."""
     identity = torch.eye(layer.embed_dim, dtype=weight.dtype, device=weight.device)
     # "training": torch's fused path for evaluation knows nothing of this.

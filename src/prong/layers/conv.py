@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prong.layers.base import Explicit, Implicit, canonical_property
+from prong.layers.base import Explicit, Implicit, WhitenedLayer, canonical_property
 from prong.layers.natural import Convolution, activation_space_is_cheaper
 from prong.layers.site import Inputs, Kind, Layout, Site
 
@@ -66,17 +66,6 @@ class ConvKind(Kind):
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
         return F.pad(h, self._reversed_padding_repeated_twice, mode=mode)
 
-    def forward(self, h: Tensor) -> Tensor:  # noqa: D102
-        (site,) = self.sites
-        self.observe(site, h)
-        return self.watch(site, self.convolve(site, h))
-
-    def convolve(self, site: Site, h: Tensor) -> Tensor:
-        """Torch's own convolution."""
-        W, b = self.effective(site)
-        z: Tensor = self._conv_forward(h, W, b)  # type: ignore[operator]
-        return z
-
 
 class ConvTransposeKind(Kind):
     """Transposed convolutions: the mean's share of the output depends on the position, so nothing is centred."""
@@ -98,6 +87,33 @@ class ConvTransposeKind(Kind):
         examples = h.shape[0] if h.dim() == dims + 2 else 1
         rows = thin(site.layout.rows(h, self.channels_at), examples, self.max_positions)
         return Inputs(rows, 0.0, examples)
+
+
+class ConvLayer(ConvKind, WhitenedLayer):
+    """What convolutions of both forms share."""
+
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    _conv_forward: Any
+
+    def forward(self, h: Tensor) -> Tensor:  # noqa: D102
+        (site,) = self.sites
+        self.observe(site, h)
+        return self.watch(site, self.convolve(site, h))
+
+    def convolve(self, site: Site, h: Tensor) -> Tensor:
+        """Torch's own convolution."""
+        z: Tensor = self._conv_forward(h, *self.effective(site))
+        return z
+
+    def unpadded(self, site: Site) -> Convolution:
+        """The convolution of a map that is padded already."""
+        none = (0,) * len(self.kernel_size)
+        return Convolution(site.layout, self.stride, self.dilation, none, none)
+
+
+class ConvTransposeLayer(ConvTransposeKind, WhitenedLayer):
+    """What transposed convolutions of both forms share."""
 
     def forward(self, h: Tensor, output_size: list[int] | None = None) -> Tensor:  # noqa: D102
         (site,) = self.sites
@@ -131,21 +147,17 @@ class ImplicitConvolution(Implicit):
         return self.natural(site, operation, h.unsqueeze(0)).squeeze(0)
 
 
-class ImplicitConv(ImplicitConvolution, ConvKind):
-    """What the implicit convolutions share."""
-
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
+class ImplicitConv(ImplicitConvolution, ConvLayer):
+    """Convolutions with natural gradients."""
 
     def convolve(self, site: Site, h: Tensor) -> Tensor:  # noqa: D102
         if not self.whitens_inputs(site, h, self.positions(h)):
             return super().convolve(site, h)
-        none = (0,) * len(self.kernel_size)
-        return self.natural_maps(site, Convolution(site.layout, self.stride, self.dilation, none, none), self.pad(h))
+        return self.natural_maps(site, self.unpadded(site), self.pad(h))
 
 
-class ImplicitConvTranspose(ImplicitConvolution, ConvTransposeKind):
-    """What the implicit transposed convolutions share."""
+class ImplicitConvTranspose(ImplicitConvolution, ConvTransposeLayer):
+    """Transposed convolutions with natural gradients."""
 
     def convolve(self, site: Site, h: Tensor, operation: Convolution) -> Tensor:  # noqa: D102
         if not self.whitens_inputs(site, h, math.prod(h.shape[-len(self.kernel_size) :])):
@@ -153,65 +165,23 @@ class ImplicitConvTranspose(ImplicitConvolution, ConvTransposeKind):
         return self.natural_maps(site, operation, h)
 
 
-class ImplicitConv1d(ImplicitConv, nn.Conv1d):
-    """nn.Conv1d with natural gradients."""
-
-    plain = nn.Conv1d
-
-
-class ImplicitConv2d(ImplicitConv, nn.Conv2d):
-    """nn.Conv2d with natural gradients."""
-
-    plain = nn.Conv2d
-
-
-class ImplicitConv3d(ImplicitConv, nn.Conv3d):
-    """nn.Conv3d with natural gradients."""
-
-    plain = nn.Conv3d
-
-
-class ImplicitConvTranspose1d(ImplicitConvTranspose, nn.ConvTranspose1d):
-    """nn.ConvTranspose1d with natural gradients."""
-
-    plain = nn.ConvTranspose1d
-
-
-class ImplicitConvTranspose2d(ImplicitConvTranspose, nn.ConvTranspose2d):
-    """nn.ConvTranspose2d with natural gradients."""
-
-    plain = nn.ConvTranspose2d
-
-
-class ImplicitConvTranspose3d(ImplicitConvTranspose, nn.ConvTranspose3d):
-    """nn.ConvTranspose3d with natural gradients."""
-
-    plain = nn.ConvTranspose3d
-
-
-class ExplicitConvolution(Explicit):
-    """What the explicit convolutions share."""
+class ExplicitConv(Explicit, ConvLayer):
+    """Convolutions in whitened coordinates."""
 
     weight = canonical_property("weight")
     bias = canonical_property("bias")
 
-
-class ExplicitConv(ExplicitConvolution, ConvKind):
-    """What the explicit convolutions share that are not transposed."""
-
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-
     def convolve(self, site: Site, h: Tensor) -> Tensor:  # noqa: D102
         if not self.drops(site):
             return super().convolve(site, h)
-        none = (0,) * len(self.kernel_size)
-        operation = Convolution(site.layout, self.stride, self.dilation, none, none)
-        return operation(self.whitened(site, self.pad(h), len(none)), *self.pair(site))
+        return self.unpadded(site)(self.whitened(site, self.pad(h), len(self.kernel_size)), *self.pair(site))
 
 
-class ExplicitConvTranspose(ExplicitConvolution, ConvTransposeKind):
-    """What the explicit transposed convolutions share."""
+class ExplicitConvTranspose(Explicit, ConvTransposeLayer):
+    """Transposed convolutions in whitened coordinates."""
+
+    weight = canonical_property("weight")
+    bias = canonical_property("bias")
 
     def convolve(self, site: Site, h: Tensor, operation: Convolution) -> Tensor:  # noqa: D102
         if not self.drops(site):
@@ -219,37 +189,13 @@ class ExplicitConvTranspose(ExplicitConvolution, ConvTransposeKind):
         return operation(self.whitened(site, h, len(self.kernel_size)), *self.pair(site))
 
 
-class ExplicitConv1d(ExplicitConv, nn.Conv1d):
-    """nn.Conv1d in whitened coordinates."""
-
-    plain = nn.Conv1d
-
-
-class ExplicitConv2d(ExplicitConv, nn.Conv2d):
-    """nn.Conv2d in whitened coordinates."""
-
-    plain = nn.Conv2d
-
-
-class ExplicitConv3d(ExplicitConv, nn.Conv3d):
-    """nn.Conv3d in whitened coordinates."""
-
-    plain = nn.Conv3d
-
-
-class ExplicitConvTranspose1d(ExplicitConvTranspose, nn.ConvTranspose1d):
-    """nn.ConvTranspose1d in whitened coordinates."""
-
-    plain = nn.ConvTranspose1d
-
-
-class ExplicitConvTranspose2d(ExplicitConvTranspose, nn.ConvTranspose2d):
-    """nn.ConvTranspose2d in whitened coordinates."""
-
-    plain = nn.ConvTranspose2d
-
-
-class ExplicitConvTranspose3d(ExplicitConvTranspose, nn.ConvTranspose3d):
-    """nn.ConvTranspose3d in whitened coordinates."""
-
-    plain = nn.ConvTranspose3d
+for _form, _of in (
+    (ImplicitConv, "Conv"),
+    (ExplicitConv, "Conv"),
+    (ImplicitConvTranspose, "ConvTranspose"),
+    (ExplicitConvTranspose, "ConvTranspose"),
+):
+    for _dims in (1, 2, 3):  # ImplicitConv1d and so on, by whose names they are pickled
+        _plain = getattr(nn, f"{_of}{_dims}d")
+        _name = f"{_form.__name__}{_dims}d"
+        globals()[_name] = type(_name, (_form, _plain), {"plain": _plain, "__module__": __name__})

@@ -224,8 +224,8 @@ class Plain(Kind):
     def plan(self, *inputs: Tensor) -> None:
         """At the first batch, which tells what an update costs: choose blocks that the budget allows."""
         if self.budget is not None:
-            fed = zip(self.sites, inputs, strict=True)
-            self.divide([self.budget.chosen(site.layout, self.rows(h), self.natural) for site, h in fed])
+            layouts, rows = [site.layout for site in self.sites], map(self.rows, inputs)
+            self.divide(map(self.budget.chosen, layouts, rows, [self.natural] * len(layouts)))
 
     def divide(self, sizes: Iterable[tuple[int | None, int | None]]) -> None:
         """Whiten in blocks of these sizes from now on, and tell so many directions apart in each; None: all."""
@@ -379,7 +379,8 @@ SAMPLE = 64  # entries of a parameter by which it is known again
 
 def _sample(parameter: Tensor) -> Tensor:
     part = local(parameter.detach())
-    return part[(slice(None, None, max(1, part.shape[0] // SAMPLE)), *(0,) * (part.dim() - 1))]
+    where: Any = (slice(None, None, max(1, part.shape[0] // SAMPLE)), *(0,) * (part.dim() - 1))
+    return part[where]
 
 
 @torch.no_grad()

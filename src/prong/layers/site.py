@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from prong.core.factorise import storage_for
 from prong.core.moments import Moments, Window, is_half
@@ -266,28 +264,6 @@ class Site:
         return self.layout.unpack(W), None if b is None else b.reshape(-1)
 
 
-class Owner(Protocol):
-    """Who refreshes a layer while an optimizer trains it."""
-
-    optimizer: Optimizer
-    state_on_refresh: Any
-    workers: Any
-    sites: dict[str, tuple[Kind, Site]]
-    errors: list[FloatingPointError] | None
-
-    def release(self) -> None:
-        """Give the layer up, with parameters and optimizer state in canonical coordinates."""
-
-    def undo(self) -> None:
-        """Take back what layers have gathered since the last update: the forward under way has failed."""
-
-    def finish(self) -> None:
-        """Make the refresh that is under way in another thread, if there is one, now."""
-
-    def renewed(self, sites: Iterable[Site]) -> None:
-        """Forget what was measured of these sites in other coordinates than they have now."""
-
-
 class Kind:
     """What is known of a kind of torch layer: where its weights meet inputs, and what those are.
 
@@ -301,7 +277,7 @@ class Kind:
     sites: tuple[Site, ...]
     options: Form
     max_positions: int | None
-    owner: Owner | None
+    owner: Any  # who refreshes it while an optimizer trains it, or None
     training: bool
 
     @staticmethod

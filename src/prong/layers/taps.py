@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from prong.core.moments import Window
 from prong.layers.attention import TappedMultiheadAttention
-from prong.layers.site import Owner, Site, in_backward
+from prong.layers.site import Site, in_backward
 
 
 class Sharing:
@@ -109,14 +109,14 @@ def remove_taps_(modules: Iterable[nn.Module]) -> None:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
         if type(module) is TappedMultiheadAttention:
-            module.__class__ = nn.MultiheadAttention
+            module.__class__ = nn.MultiheadAttention  # type: ignore[assignment]
             del module.__dict__["tap"]
 
 
 class OnFailure:
     """The model's forward hook while statistics are gathered; in a copy of the model it does nothing."""
 
-    def __init__(self, owner: Owner | None = None) -> None:
+    def __init__(self, owner: Any = None) -> None:
         self._owner = owner
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from prong.distributed.workers import eager_name
-from prong.layers import Plain, Site, WhitenedLayer
+from prong.layers import Kind, Plain, Site
 from prong.model.tables import aligned
 from prong.model.whiten import check_model, shared_parameters, whitened_layers, why_not
 
@@ -71,7 +71,7 @@ def summary(model: nn.Module) -> Summary:
     return rows
 
 
-def _whitened_row(name: str, layer: WhitenedLayer | Plain, parameters: int, counted: set[int]) -> Row:
+def _whitened_row(name: str, layer: Kind, parameters: int, counted: set[int]) -> Row:
     held = [x for site in layer.sites for x in _tensors(layer, site)]
     new = {id(x): x for x in held if id(x) not in counted}
     counted |= set(new)
@@ -85,17 +85,17 @@ def _whitened_row(name: str, layer: WhitenedLayer | Plain, parameters: int, coun
     return Row(name or "(model)", layer.plain.__name__, layer.form, size, parameters, memory, _note(layer))
 
 
-def _tensors(layer: WhitenedLayer | Plain, site: Site) -> list[torch.Tensor]:
+def _tensors(layer: Kind, site: Site) -> list[torch.Tensor]:
     held = [] if site.whitening is None else [x for _, x in site.whitening.items() if isinstance(x, torch.Tensor)]
     if isinstance(layer, Plain):
         held += [x for x in layer.coordinates(site) or () if x is not None]
     return held + ([] if site.window is None else site.window.tensors())
 
 
-def _note(layer: WhitenedLayer | Plain) -> str:
+def _note(layer: Kind) -> str:
     sites = layer.sites
-    divided = isinstance(layer, Plain) and layer.options.block is None
-    frozen = not any(p.requires_grad for p in layer._parameters.values() if p is not None)
+    divided = isinstance(layer, Plain) and getattr(layer.options, "block", None) is None
+    frozen = not any(p.requires_grad for site in sites for p in layer.pair(site) if p is not None)
     notes = {
         "blocks are chosen at the first batch": isinstance(layer, Plain) and layer.budget is not None,
         "all at once would cost more than the budget": divided

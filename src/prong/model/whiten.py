@@ -227,7 +227,7 @@ def _remove_hooks(module: nn.Module) -> None:
             module._forward_hooks_always_called.pop(key, None)
 
 
-def whitened_layers(model: nn.Module) -> Iterator[tuple[str, WhitenedLayer | Plain]]:
+def whitened_layers(model: nn.Module) -> Iterator[tuple[str, Kind]]:
     """Names and whitened layers of a model: whitened ones, and views of plain ones whose optimizer whitens."""
     for name, module in model.named_modules():
         tap = tap_of(module)
@@ -247,7 +247,7 @@ def site_name(layer: str, site: Site) -> str:
     return ".".join(filter(None, (layer, site.name)))
 
 
-def whitened_sites(model: nn.Module) -> dict[str, tuple[WhitenedLayer | Plain, Site]]:
+def whitened_sites(model: nn.Module) -> dict[str, tuple[Kind, Site]]:
     """Layers and sites by name."""
     return {site_name(name, site): (layer, site) for name, layer in whitened_layers(model) for site in layer.sites}
 
@@ -340,7 +340,7 @@ def choose(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
             chosen[name] = module
         elif name in by_name:
             raise ValueError(f"layer {name!r} cannot be whitened: {reason}. Supported are {SUPPORTED}.")
-        elif isinstance(module, tuple(PLAIN)) and any(map(_entries, module.parameters(recurse=False))):
+        elif any(isinstance(module, kind) for kind in PLAIN) and any(map(_entries, module.parameters(recurse=False))):
             left.append(f"{name!r} ({reason})")
     if left:
         warnings.warn(f"prong leaves as they are: {'; '.join(left)}", stacklevel=3)

@@ -168,7 +168,7 @@ def _next_inputs(
         callers = {id(m.out_proj): m for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
         handles = []
         for layer in {id(x): x for x, _ in waiting.values()}.values():
-            module = layer.module if isinstance(layer, Plain) else layer
+            module: Any = layer.module if isinstance(layer, Plain) else layer
             caller = callers.get(id(module), module)  # attention computes with its output projection and never calls it
             handles.append(caller.register_forward_hook(lambda *_, layer=layer: stop(layer)))
         try:

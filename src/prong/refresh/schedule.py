@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from prong.core.moments import Window
 from prong.distributed.workers import Workers
 from prong.layers import Kind, Site
-from prong.layers.site import Layout, Owner
+from prong.layers.site import Layout
 from prong.layers.taps import OnFailure
 from prong.model.estimate import agree_
 from prong.options import Every, Never, OnDrift, Refresh, told
@@ -44,7 +44,7 @@ class Windows:
         self,
         model: nn.Module,
         sites: Mapping[str, tuple[Kind, Site]],
-        owner: Owner,
+        owner: Any,
         workers: Workers,
         fading: bool,
     ) -> None:

@@ -70,8 +70,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: x (batch, tokens, width)."""
-        split = self.qkv(self.before_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(*split, is_causal=True).transpose(1, 2).flatten(2)
+        q, k, v = self.qkv(self.before_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.out(attended)
         out: Tensor = x + self.mlp(self.before_mlp(x))
         return out
@@ -135,13 +135,15 @@ def bound(model: nn.Module, batch: Batch) -> Tensor:
 def reconstruction(model: nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy, summed over pixels and averaged over examples."""
     (x,) = batch
-    return F.binary_cross_entropy_with_logits(model(x), x, reduction="sum") / len(x)
+    entropy: Tensor = F.binary_cross_entropy_with_logits(model(x), x, reduction="sum") / len(x)
+    return entropy
 
 
 def squared_error(model: nn.Module, batch: Batch) -> Tensor:
     """Squared error, summed over pixels and averaged over examples."""
     (x,) = batch
-    return (model(x).sigmoid() - x).square().sum() / len(x)
+    error: Tensor = (model(x).sigmoid() - x).square().sum() / len(x)
+    return error
 
 
 def next_character(model: nn.Module, batch: Batch) -> Tensor:
@@ -216,7 +218,7 @@ def unseen(sequences: int, length: int) -> Callable[[], list[Batch]]:
     def passages() -> list[Batch]:
         held = text()[1]
         starts = torch.arange(sequences) * ((len(held) - length - 1) // sequences)
-        return [(part,) for part in held[starts[:, None] + torch.arange(length + 1)].split(64)]
+        return [(part,) for part in torch.split(held[starts[:, None] + torch.arange(length + 1)], 64)]
 
     return passages
 

@@ -133,7 +133,8 @@ def _places(model: nn.Module, inputs: Tensor) -> tuple[Place, ...]:
 
         return hook
 
-    handles = [m.register_forward_hook(look(n), with_kwargs=True) for n, m in whitened_layers(model)]
+    layers: list[tuple[str, Any]] = list(whitened_layers(model))
+    handles = [layer.register_forward_hook(look(name), with_kwargs=True) for name, layer in layers]
     model(inputs)
     for handle in handles:
         handle.remove()
