@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import prong
+from prong.layers import Site
+from prong.model.whiten import whitened_sites
 from tests.cases import (
     ATTENTION,
     FORMS,
     MODELS,
+    VIEWS,
     AttentionCase,
     assert_close,
     assert_identical,
+    attached,
     curved,
     parameter_gradients,
     plain_copy,
+    step_of,
 )
 
 forms = pytest.mark.parametrize("form", FORMS)
+every_form = pytest.mark.parametrize("form", [*FORMS, *VIEWS])
 cases = pytest.mark.parametrize("case", ATTENTION.values(), ids=ATTENTION)
 EPS = 0.1
 
@@ -43,7 +50,22 @@ def loss_of(layer: nn.MultiheadAttention, inputs: tuple[Tensor, ...], case: Atte
 
 def refresh(layer: nn.Module, case: AttentionCase, *batches: tuple[Tensor, ...]) -> nn.Module:
     """Refresh from these batches, with the options of the case."""
-    return prong.refresh_(layer, batches, EPS, forward=lambda m, b: attend(m, b, case))
+    return prong.refresh_(layer, batches, prong.Absolute(EPS), forward=lambda m, b: attend(m, b, case))
+
+
+def refreshed(
+    case: AttentionCase, form: str, training: bool = True, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A layer, the same every time, that was refreshed once; and its optimizer."""
+    torch.manual_seed(0)
+    layer = case.build().train(training)
+    optimizer = attached(layer, form, **options)
+    return refresh(layer, case, case.sample()), optimizer
+
+
+def sites_of(layer: nn.Module) -> list[Site]:
+    """Those of queries, keys and values, and that of the output projection."""
+    return [site for _, site in whitened_sites(layer).values()]
 
 
 def projection_inputs(plain: nn.MultiheadAttention, inputs: tuple[Tensor, ...], case: AttentionCase) -> list[Tensor]:
@@ -86,24 +108,28 @@ def natural_attention(plain: nn.MultiheadAttention, gradients: dict[str, Tensor]
     return expected
 
 
-@forms
+@every_form
 @cases
 def test_before_a_refresh_attention_is_torch_s_own_to_the_bit_gradients_included(form, case):
     plain = case.build()
-    layer = prong.whiten_(copy.deepcopy(plain), form)
+    layer = copy.deepcopy(plain)
+    optimizer = attached(layer, form)
     inputs = case.sample()
     assert_identical(attend(layer, inputs, case), attend(plain, inputs, case), "outputs")
     mine = list(parameter_gradients(layer, loss_of(layer, inputs, case)).values())
     theirs = list(parameter_gradients(plain, loss_of(plain, inputs, case)).values())
     assert_identical(mine, theirs, "gradients")
+    expected = step_of(plain, torch.optim.SGD(plain.parameters(), lr=1.0), loss_of(plain, inputs, case))
+    assert_identical(step_of(layer, optimizer, loss_of(layer, inputs, case)), expected, "step")
 
 
-@forms
+@every_form
 @cases
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_refreshes_and_folding_preserve_what_attention_computes(form, case, training):
     plain = case.build().train(training)
-    layer = prong.whiten_(copy.deepcopy(plain), form)
+    layer = copy.deepcopy(plain)
+    _optimizer = attached(layer, form)
     inputs = case.sample()
     z = attend(plain, inputs, case)
     for _ in range(3):
@@ -119,40 +145,26 @@ def test_refreshes_and_folding_preserve_what_attention_computes(form, case, trai
     assert_close(attend(layer, inputs, case), z, "outputs after folding")
 
 
+@every_form
 @cases
-def test_implicit_gradients_of_attention_equal_the_formula_on_plain_ones(case):
-    layer = prong.whiten_(case.build())
+def test_steps_of_attention_equal_the_formula_on_plain_gradients(form, case):
+    layer = case.build()
+    optimizer = attached(layer, form)
     inputs = case.sample()
     refresh(layer, case, inputs)
     plain = plain_copy(layer)
-    rows = projection_inputs(plain, inputs, case)
-    expected = natural_attention(plain, parameter_gradients(plain, loss_of(plain, inputs, case)), rows)
-    found = parameter_gradients(layer, loss_of(layer, inputs, case))
-    assert_close(found, expected, rtol=1e-9)
+    gradients = parameter_gradients(plain, loss_of(plain, inputs, case))
+    expected = natural_attention(plain, gradients, projection_inputs(plain, inputs, case))
+    loss = loss_of(layer, inputs, case)
+    if form in VIEWS:
+        assert_close(parameter_gradients(layer, loss_of(layer, inputs, case)), gradients, "gradients")
+    assert_close(step_of(layer, optimizer, loss), expected, "step", rtol=1e-8, atol=1e-9)
 
 
-@cases
-def test_explicit_gradients_of_attention_equal_implicit_ones_in_canonical_coordinates(case):
-    implicit = prong.whiten_(case.build())
-    explicit = prong.whiten_(plain_copy(implicit), "explicit")
-    inputs = case.sample()
-    refresh(implicit, case, inputs)
-    refresh(explicit, case, inputs)
-    expected = parameter_gradients(implicit, loss_of(implicit, inputs, case))
-    before = {name: x.clone() for name, x in explicit.state_dict().items()}
-    loss_of(explicit, inputs, case).backward()
-    with torch.no_grad():  # the map of steps is affine: a step of one shows it
-        for p in explicit.parameters():
-            p.add_(p.grad)
-    found = {name: x - before[name] for name, x in explicit.state_dict().items()}
-    assert_close(found, expected, rtol=1e-8, atol=1e-9)
-
-
-@forms
+@every_form
 @cases
 def test_the_inputs_gradients_are_the_plain_layer_s(form, case):
-    layer = prong.whiten_(case.build(), form)
-    refresh(layer, case, case.sample())
+    layer, _optimizer = refreshed(case, form)
     inputs = [x.detach().clone().requires_grad_() for x in case.sample()]
     inputs = inputs if case.cross else [inputs[0]] * 3
     wanted = inputs if case.cross else inputs[:1]
@@ -161,11 +173,9 @@ def test_the_inputs_gradients_are_the_plain_layer_s(form, case):
     assert_close(found, torch.autograd.grad(loss_of(plain, inputs, case), wanted))
 
 
-@forms
-def test_ordinary_gradients_reach_attention(form):
+def test_ordinary_gradients_reach_attention():
     case = ATTENTION["cross"]
-    layer = prong.whiten_(case.build())
-    refresh(layer, case, case.sample())
+    layer, _optimizer = refreshed(case, "implicit")
     inputs, plain = case.sample(), plain_copy(layer)
     expected = parameter_gradients(plain, loss_of(plain, inputs, case))
     outside = loss_of(layer, inputs, case)
@@ -174,23 +184,21 @@ def test_ordinary_gradients_reach_attention(form):
         assert_close(parameter_gradients(layer, outside), expected)
 
 
-@forms
+@every_form
 @pytest.mark.parametrize("name", ["cross", "other_sizes", "key_padding", "dropout", "unbatched", "bias_kv"])
 def test_an_open_window_changes_neither_outputs_nor_gradients_of_attention(form, name):
     case = ATTENTION[name]
-    layer = prong.whiten_(case.build(), form)
-    refresh(layer, case, case.sample())
+    closed, _optimizer = refreshed(case, form)
+    layer, _optimizer = refreshed(case, form, refresh=prong.Every(1000))
     inputs = case.sample()
-    z, gradients = attend(layer, inputs, case), parameter_gradients(layer, loss_of(layer, inputs, case))
-    prong.Refresher(layer, torch.optim.SGD(layer.parameters(), 0.1))
-    assert_close(attend(layer, inputs, case), z)
+    assert_close(attend(layer, inputs, case), attend(closed, inputs, case))
     rows = projection_inputs(plain_copy(layer), inputs, case)
-    sites = [site for _, site in prong.model.whiten.whitened_sites(layer).values()]
-    for site, x in zip(sites, rows, strict=True):
-        assert site.inputs.moments.count == len(x)
-        assert_close(site.inputs.moments.mean[0], x.mean(0), site.label)
-        assert_close(site.inputs.moments.covariance()[0], torch.cov(x.T, correction=0), site.label)
-    assert_close(parameter_gradients(layer, loss_of(layer, inputs, case)), gradients)
+    for site, x in zip(sites_of(layer), rows, strict=True):
+        assert site.window.moments.count == len(x)
+        assert_close(site.window.moments.mean[0], x.mean(0), site.label)
+        assert_close(site.window.moments.covariance()[0], torch.cov(x.T, correction=0), site.label)
+    found, expected = (parameter_gradients(model, loss_of(model, inputs, case)) for model in (layer, closed))
+    assert_close(found, expected)
 
 
 @forms
@@ -198,13 +206,14 @@ def test_an_open_window_changes_neither_outputs_nor_gradients_of_attention(form,
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_watched_outputs_change_neither_outputs_nor_gradients_of_attention(form, name, training):
     case = ATTENTION[name]
-    layer = prong.whiten_(case.build(), form).train(training)
-    refresh(layer, case, case.sample())
+    alone, _optimizer = refreshed(case, form, training)
+    watching = {"refresh": prong.Every(1000), "outputs": prong.WhitenOutputs("empirical")}
+    layer, _optimizer = refreshed(case, form, training, **watching)
     inputs = case.sample()
-    z, gradients = attend(layer, inputs, case), parameter_gradients(layer, loss_of(layer, inputs, case))
-    prong.PRONG(layer, lr=0.1, gradient_whitening="empirical")
-    assert_close(attend(layer, inputs, case), z)
-    assert_close(parameter_gradients(layer, loss_of(layer, inputs, case)), gradients)
+    assert_close(attend(layer, inputs, case), attend(alone, inputs, case))
+    found, expected = (parameter_gradients(model, loss_of(model, inputs, case)) for model in (layer, alone))
+    assert_close(found, expected)
+    assert all((site.outputs.examples > 0) == training for site in sites_of(layer)), "and they are watched"
 
 
 @forms
@@ -217,7 +226,7 @@ def test_attention_can_be_whitened_with_or_without_its_output_projection(form, c
     inputs = case.sample()
     prong.refresh_(model, [inputs], EPS, forward=lambda m, b: m["attention"](*b))
     assert_close(model["attention"](*inputs), plain(*inputs))
-    assert isinstance(model["attention"].out_proj, prong.layers.WhitenedLayer) == isinstance(chosen, list)
+    assert ("attention.out_proj" in whitened_sites(model)) == isinstance(chosen, list)
 
 
 @forms
@@ -228,131 +237,146 @@ def test_an_output_projection_whose_attention_is_plain_cannot_be_whitened(form):
         prong.whiten_(model, form, layers="attention.out_proj")
 
 
-@forms
+@every_form
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_a_transformer_layer_is_refreshed_in_train_and_eval_mode(form, norm_first, training):
     plain = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True, norm_first=norm_first).double()
     plain.train(training)
-    model = prong.whiten_(copy.deepcopy(plain), form)
+    model = copy.deepcopy(plain)
+    _optimizer = attached(model, form)
     h = MODELS["transformer"].sample(6)
     prong.refresh_(model, h, EPS)
     assert model.training == training
-    for name, (_, site) in prong.model.whiten.whitened_sites(model).items():
+    for name, (_, site) in whitened_sites(model).items():
         assert site.whitening is not None, f"{name} saw nothing"
     assert_close(model(h), plain(h))
     with torch.no_grad():
         assert_close(model(h), plain(h))
 
 
-@forms
+@every_form
 def test_a_transformer_with_padding_is_refreshed_in_eval_mode(form):
     layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
     plain = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double().eval()
-    model = prong.whiten_(copy.deepcopy(plain), form)
+    model = copy.deepcopy(plain)
+    _optimizer = attached(model, form)
     h, mask = MODELS["transformer"].sample(6), torch.tensor([[False, False, False, True]] * 6)
     prong.refresh_(model, [{"src": h, "src_key_padding_mask": mask}], EPS)
-    assert all(site.whitening is not None for _, site in prong.model.whiten.whitened_sites(model).values())
+    assert len(sites_of(model)) == 12 and all(site.whitening is not None for site in sites_of(model))
     assert_close(model(h, src_key_padding_mask=mask), plain(h, src_key_padding_mask=mask))
 
 
-@forms
+@every_form
 def test_a_decoder_layer_with_self_and_cross_attention_trains(form):
     model = nn.TransformerDecoderLayer(8, 2, 12, dropout=0.1, batch_first=True).double()
-    optimizer = prong.PRONG(model, lr=0.01, form=form, period=2, eps=EPS)
+    optimizer = prong.PRONG(model, lr=0.01, form=form, refresh=prong.Every(2))
     for _ in range(4):
         target, memory = MODELS["transformer"].sample(3), MODELS["transformer"].sample(3)
         optimizer.zero_grad()
         loss = model(target, memory, tgt_is_causal=False).square().mean()
         loss.backward()
         optimizer.step()
-    assert all(site.whitening.is_finite() for _, site in prong.model.whiten.whitened_sites(model).values())
+    assert len(sites_of(model)) == 10 and all(site.whitening.is_finite() for site in sites_of(model))
     assert loss.isfinite()
 
 
-@forms
+@every_form
 def test_frozen_projections_of_attention_are_refreshed_and_get_no_gradient(form):
     case = ATTENTION["other_sizes"]
-    layer = prong.whiten_(case.build(), form)
-    name = {"implicit": "k_proj_weight", "explicit": "k_proj_V"}[form]
+    layer = case.build()
+    optimizer = attached(layer, form)
+    name = "k_proj_V" if form == "explicit" else "k_proj_weight"
     layer.get_parameter(name).requires_grad_(False)
     inputs = case.sample()
     z = attend(layer, inputs, case)
     refresh(layer, case, inputs)
     assert_close(attend(layer, inputs, case), z)
-    loss_of(layer, inputs, case).backward()
+    step = step_of(layer, optimizer, loss_of(layer, inputs, case))
+    assert not step["k_proj_weight"].any()
     assert layer.get_parameter(name).grad is None
     others = [p for n, p in layer.named_parameters() if n != name]
     assert all(p.grad is not None for p in others)
 
 
-@pytest.mark.parametrize("name", ["self", "other_sizes", "bias_kv"])
-def test_both_forms_of_attention_walk_the_same_path_with_momentum_through_refreshes(name):
+@pytest.mark.parametrize("name", ["bias_kv", "dropout"])
+def test_all_forms_of_attention_walk_the_same_path_with_momentum_through_refreshes(name):
     case, paths = ATTENTION[name], {}
-    for form in FORMS:
+    for form in (*FORMS, *VIEWS):
         torch.manual_seed(0)
         layer = case.build()
-        optimizer = prong.PRONG(layer, lr=0.01, momentum=0.9, form=form, period=3, eps=EPS)
+        optimizer = prong.PRONG(layer, lr=0.01, momentum=0.9, form=form, refresh=prong.Every(3))
         for _ in range(7):
             optimizer.zero_grad()
             loss_of(layer, case.sample(), case).backward()
             optimizer.step()
         paths[form] = dict(layer.state_dict())
-    assert_close(paths["explicit"], paths["implicit"], rtol=1e-8)
+    for form, path in paths.items():
+        assert_close(path, paths["implicit"], form, rtol=1e-8)
 
 
 # One tensor, one window -----------------------------------------------------------------------------------------------
 
 
-def window_of(layer: nn.MultiheadAttention) -> list:
-    return [site.inputs for site in layer.sites]
+def three_of(layer: nn.Module) -> list[Site]:
+    """Those of queries, keys and values."""
+    return sites_of(layer)[:3]
 
 
-@forms
+@every_form
 def test_self_attention_gathers_factorises_and_holds_one_whitening(form):
-    layer = prong.whiten_(nn.MultiheadAttention(6, 2, batch_first=True).double(), form)
-    optimizer = prong.PRONG(layer, 0.1, eps=EPS, period=64, samples=640)
+    layer = nn.MultiheadAttention(6, 2, batch_first=True).double()
+    optimizer = attached(layer, form, refresh=prong.Every(64, samples=640))
     x = torch.randn(4, 5, 6, dtype=torch.float64)
     layer(x, x, x)[0].square().mean().backward()
-    q, k, v = layer.sites
-    assert q.inputs is k.inputs is v.inputs and q.inputs.moments.count == 20
+    q, k, v = three_of(layer)
+    assert q.window is k.window is v.window and q.window.moments.count == 20
     optimizer.step()
-    assert q.inputs is k.inputs is v.inputs
-    assert q.whitening is k.whitening is v.whitening
-    held = 36 + 2 * 6 if form == "implicit" else 2 * 36 + 6
+    assert q.window is k.window is v.window
+    assert q.whitening is k.whitening is v.whitening is not None
+    matrices, vectors, parameters = {  # of whitenings; and V and d
+        "implicit": (2, 2, 0),
+        "explicit": (2, 1, 0),
+        "auto": (1, 2, 0),
+        "materialised": (1, 1, 3 * (36 + 6)),
+    }[form]
     rows = {row.name: row for row in prong.summary(layer)}
-    assert rows["(model)"].memory == (held + 36 + 6) * 8, "P, c and c P, or U, its inverse and c; and one window"
+    window = 36 + 6
+    assert rows["(model)"].memory == (matrices * 36 + vectors * 6 + parameters + window) * 8
     layer.double().to("cpu").float()
-    assert q.inputs is k.inputs and q.whitening is k.whitening
+    layer(*[x.float()] * 3)
+    assert q.window is k.window is v.window and q.whitening is k.whitening is v.whitening
+    assert q.window.moments.count == 20 * (1 - 20 / 640) + 20, "of which those from before the refresh have faded"
 
 
-@forms
+@every_form
 def test_sites_that_stop_seeing_the_same_tensor_part_with_their_own_statistics(form):
-    layer = prong.whiten_(nn.MultiheadAttention(6, 2, batch_first=True).double(), form)
-    optimizer = prong.PRONG(layer, 0.1, eps=EPS, period=64, samples=640)
-    x, y = torch.randn(2, 4, 5, 6, dtype=torch.float64)
-    layer(x, x, x)
-    layer(x, y, y)
-    layer(x, y, x)
-    for site, seen in zip(layer.sites, ([x, x, x], [x, y, y], [x, y, x]), strict=True):
-        rows = torch.cat(seen).reshape(-1, 6)
-        assert site.inputs.moments.count == len(rows)
-        assert_close(site.inputs.moments.mean[0], rows.mean(0))
-        assert_close(site.inputs.moments.covariance()[0], torch.cov(rows.T, correction=0))
-        assert site.inputs.examples == len(rows)
-    assert len({id(window) for window in window_of(layer)}) == 3
-    optimizer.refresher.refresh()
-    assert len({id(site.whitening) for site in layer.sites}) == 3
-
-
-def test_whitening_from_shared_statistics_is_that_from_separate_ones():
     layer = nn.MultiheadAttention(6, 2, batch_first=True).double()
-    shared, separate = prong.whiten_(copy.deepcopy(layer)), prong.whiten_(copy.deepcopy(layer))
+    optimizer = attached(layer, form, refresh=prong.Every(64, samples=640))
+    x, y = torch.randn(2, 4, 5, 6, dtype=torch.float64)
+    z = layer(x, x, x)[0] + layer(x, y, y)[0] + layer(x, y, x)[0]
+    for site, seen in zip(three_of(layer), ([x, x, x], [x, y, y], [x, y, x]), strict=True):
+        rows = torch.cat(seen).reshape(-1, 6)
+        assert site.window.moments.count == len(rows)
+        assert_close(site.window.moments.mean[0], rows.mean(0))
+        assert_close(site.window.moments.covariance()[0], torch.cov(rows.T, correction=0))
+        assert site.window.examples == len(rows)
+    assert len({id(site.window) for site in three_of(layer)}) == 3
+    z.square().mean().backward()
+    optimizer.step()
+    assert len({id(site.whitening) for site in three_of(layer)}) == 3
+
+
+@every_form
+def test_whitening_from_shared_statistics_is_that_from_separate_ones(form):
+    shared = nn.MultiheadAttention(6, 2, batch_first=True).double()
+    separate = copy.deepcopy(shared)
+    _optimizers = [attached(layer, form) for layer in (shared, separate)]
     x = torch.randn(4, 5, 6, dtype=torch.float64)
     prong.refresh_(shared, [x], forward=lambda m, b: m(b, b, b))
     prong.refresh_(separate, [x], forward=lambda m, b: m(b, b.clone(), b.clone()))
-    for one, other in zip(shared.sites, separate.sites, strict=True):
-        assert_identical(one.whitening.P, other.whitening.P)
+    for one, other in zip(three_of(shared), three_of(separate), strict=True):
+        assert_identical(dict(one.whitening.items()), dict(other.whitening.items()))
 
 
 @pytest.mark.parametrize("separate", [False, True])

@@ -14,19 +14,24 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import prong
+from prong.model.whiten import whitened_layers, whitened_sites
 from tests.cases import (
     FORMS,
     MODELS,
     SPECS,
+    VIEWS,
     accumulated,
     assert_close,
+    attached,
     canonical_step,
     curved,
     moments_of,
     natural_of_plain,
     parameter_gradients,
     plain_copy,
+    step_of,
 )
+from tests.training import refresher_of, site_of
 
 pytestmark = [  # torch's own
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
@@ -34,6 +39,7 @@ pytestmark = [  # torch's own
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 forms = pytest.mark.parametrize("form", FORMS)
+every_form = pytest.mark.parametrize("form", [*FORMS, *VIEWS])
 specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 spaces = pytest.mark.parametrize("rows", [2, 12], ids=["activation_space", "gradient_space"])
 
@@ -46,16 +52,16 @@ def _seed():
     torch._dynamo.reset()
 
 
-def small(form: str = "implicit", bias: bool = True, eps: float = 0.1) -> nn.Sequential:
+def small(form: str = "implicit", bias: bool = True) -> nn.Sequential:
     """Two linear layers of 6 and 4 outputs, whitened from data."""
     model = nn.Sequential(nn.Linear(4, 6, bias=bias), nn.Tanh(), nn.Linear(6, 4, bias=bias)).double()
-    return prong.refresh_(prong.whiten_(model, form), MODELS["mlp"].sample(40), eps)
+    return prong.refresh_(prong.whiten_(model, form), MODELS["mlp"].sample(40))
 
 
 def natural_of_total(model: nn.Module, plain: nn.Module, total: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The formula on the plain gradients of any loss at all, with the whitening that an implicit model has."""
     expected = {}
-    for name, layer in prong.model.whiten.whitened_layers(model):
+    for name, layer in whitened_layers(model):
         prefix = f"{name}." if name else ""
         gW, gb = total[f"{prefix}weight"], total.get(f"{prefix}bias")
         whitening = layer.sites[0].whitening
@@ -158,7 +164,7 @@ def test_gradcheck_passes_where_only_the_backward_is_ordinary(rows):
 
     def function(h, W, b):
         switch.ordinary = False
-        where = whitening.P, whitening.c, whitening.cP, None, 0.0
+        where = whitening.P, whitening.c, whitening.cP, whitening.tail
         if rows < len(W):
             z = natural(Linear(layout), h, W, b, *where, switch)
         else:
@@ -298,7 +304,7 @@ def test_hessians_in_parameters_can_be_taken(form, rows):
         assert_close(found, hessian(lambda p: curved(g(p, h)))(parameters))
 
 
-@forms
+@every_form
 def test_functional_transforms_leave_open_windows_usable(form):
     model = MODELS["mlp"].build()
     optimizer = prong.PRONG(model, lr=0.01, form=form)
@@ -307,17 +313,17 @@ def test_functional_transforms_leave_open_windows_usable(form):
     grad(lambda p: curved(f(p, h)))(parameters)
     jvp(model, (h,), (h,))
     jacrev(model)(h)
-    for _, site in prong.model.whiten.whitened_sites(model).values():
-        assert "TrackingTensor" not in repr(site.inputs.moments.mean), "a transform's wrapper outlived it"
+    for _, site in whitened_sites(model).values():
+        assert "TrackingTensor" not in repr(site.window.moments.mean), "a transform's wrapper outlived it"
     curved(model(h)).backward()
     optimizer.step()
-    assert all(site.whitening.is_finite() for _, site in prong.model.whiten.whitened_sites(model).values())
+    assert all(site.whitening.is_finite() for _, site in whitened_sites(model).values())
 
 
-@forms
+@every_form
 def test_per_sample_gradients_can_be_taken_while_a_window_is_open(form):
     model = MODELS["mlp"].build()
-    prong.PRONG(model, lr=0.01, form=form)
+    _optimizer = prong.PRONG(model, lr=0.01, form=form)
     h = MODELS["mlp"].sample(7)
     parameters, f = functional(model)
     each = vmap(grad(lambda p, x: f(p, x).sin().sum()), (None, 0))(parameters, h)
@@ -339,45 +345,47 @@ def test_a_compiled_layer_is_one_graph_and_gives_the_same_gradients(form, spec):
     assert_close(found, parameter_gradients(layer, curved(layer(h))), "gradients")
 
 
-@forms
+@every_form
 def test_a_compiled_transformer_layer_is_one_graph_and_gives_the_same_gradients(form):
     case = MODELS["transformer"]
-    model = prong.refresh_(prong.whiten_(case.build(), form), case.sample(6), 0.1)
+    model = case.build()
+    _optimizer = attached(model, form)
+    prong.refresh_(model, case.sample(6))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     h = case.sample(3)
     found = parameter_gradients(model, curved(compiled(h)))
     assert_close(found, parameter_gradients(model, curved(model(h))))
 
 
-@forms
-def test_a_refresh_needs_no_recompilation(form):
+@every_form
+def test_neither_steps_nor_refreshes_need_a_recompilation(form):
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    model, h = small(form), MODELS["mlp"].sample(3)
+    model, h = MODELS["mlp"].build(), MODELS["mlp"].sample(3)
+    optimizer = attached(model, form)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter)
     for _ in range(4):
+        prong.refresh_(model, MODELS["mlp"].sample(20))
         found = parameter_gradients(model, curved(compiled(h)))
         assert_close(found, parameter_gradients(model, curved(model(h))))
-        prong.refresh_(model, MODELS["mlp"].sample(20))
+        step_of(model, optimizer, 0.01 * curved(compiled(h)))
     assert counter.frame_count == 1
 
 
-@forms
-@pytest.mark.parametrize("balance", [False, True], ids=["plain", "balance"])
-@pytest.mark.parametrize("case", [MODELS["mlp"], MODELS["cnn"]], ids=["mlp", "cnn"])
-def test_training_a_compiled_model_with_prong_equals_training_the_eager_one(form, case, balance):
+@every_form
+def test_training_a_compiled_model_with_prong_equals_training_the_eager_one(form):
     def train(compiled: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model = case.build()
-        optimizer = prong.PRONG(model, lr=0.01, form=form, period=3, eps=0.1, balance=balance)
+        model, sample = MODELS["cnn"].build(), MODELS["cnn"].sample
+        optimizer = prong.PRONG(model, lr=0.01, form=form, refresh=prong.Every(3, samples=6))
         run = torch.compile(model, backend="aot_eager") if compiled else model
-        for step in range(5):  # refreshes after 1, 2, 3: windows are open and later closed
+        for step in range(5):  # refreshes before 1 and after 1, 2, 3: windows are open, and then closed
             torch.manual_seed(step)
             optimizer.zero_grad()
-            curved(run(case.sample(8))).backward()
+            curved(run(sample(8))).backward()
             optimizer.step()
-        whitenings = [site.whitening for _, site in prong.model.whiten.whitened_sites(model).values()]
+        whitenings = [site.whitening for _, site in whitened_sites(model).values()]
         return [*model.parameters(), *(x for w in whitenings for _, x in w.items())]
 
     assert_close(train(True), train(False))
@@ -406,14 +414,19 @@ def test_inductor_gives_the_same_gradients():
 # Half precision -------------------------------------------------------------------------------------------------------
 
 
+def plain_and_data() -> tuple[nn.Module, torch.Tensor]:
+    """A float32 network and inputs for it."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    return model, torch.randn(64, 8) @ (torch.eye(8) + 0.2 * torch.randn(8, 8)) + 0.5
+
+
 def well_scaled(form: str) -> tuple[nn.Module, torch.Tensor]:
-    """A float32 network and inputs for it, whitened with a damping that does not blow up the rounding of gradients.
+    """The same, whitened with a damping that does not blow up the rounding of gradients.
 
     In gradient space autocast rounds gW before it is centred and multiplied by P; noise grows by up to 1/eps.
     """
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-    data = torch.randn(64, 8) @ (torch.eye(8) + 0.2 * torch.randn(8, 8)) + 0.5
-    return prong.refresh_(prong.whiten_(model, form), data, 1.0), data
+    model, data = plain_and_data()
+    return prong.refresh_(prong.whiten_(model, form), data, prong.Absolute(1.0)), data
 
 
 def as_canonical(model: nn.Module, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -421,7 +434,7 @@ def as_canonical(model: nn.Module, found: dict[str, torch.Tensor]) -> dict[str, 
     if model[0].form == "implicit":
         return found
     result = {}
-    for name, layer in prong.model.whiten.whitened_layers(model):
+    for name, layer in whitened_layers(model):
         W, b = canonical_step(layer, found[f"{name}.V"], found[f"{name}.d"])
         result |= {f"{name}.weight": W, f"{name}.bias": b}
     return result
@@ -444,41 +457,42 @@ def test_natural_gradients_under_autocast_are_close_to_those_of_full_precision(f
         assert (gradient - exact).norm() <= 20 * torch.finfo(dtype).eps * exact.norm(), name
 
 
-@forms
+@every_form
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_statistics_under_autocast_are_kept_in_float32(form, dtype):
-    model, data = well_scaled(form)
-    prong.Refresher(model, torch.optim.SGD(model.parameters(), 0.1))
+    model, data = plain_and_data()
+    _optimizer = attached(model, form, refresh=prong.Every(8))
     data = data + 100  # of which bfloat16 would keep two digits
     with torch.autocast("cpu", dtype):
         model(data)
         model(data)
-    moments = model[0].sites[0].inputs.moments
+    moments = site_of(model).window.moments
     assert moments.mean.dtype == moments.scatter.dtype == torch.float32
     assert_close(moments.mean[0], data.mean(0), rtol=1e-5)
     assert_close(moments.covariance()[0], torch.cov(data.T, correction=0), rtol=1e-3, atol=1e-3)
-    assert model[2].sites[0].inputs.moments.mean.dtype == torch.float32
+    assert site_of(model, "2").window.moments.mean.dtype == torch.float32
 
 
-@forms
+@every_form
 def test_a_refresh_inside_autocast_is_as_exact_as_outside(form):
     plain = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 4))
     data = torch.randn(200, 20) @ torch.randn(20, 20)
     z = plain(data)
-    inside, outside = (prong.whiten_(copy.deepcopy(plain), form) for _ in range(2))
+    inside, outside = (copy.deepcopy(plain) for _ in range(2))
+    _optimizers = [attached(model, form) for model in (inside, outside)]
     with torch.autocast("cpu", torch.bfloat16):
-        prong.refresh_(inside, data, 1e-3)
-    prong.refresh_(outside, data, 1e-3)
+        prong.refresh_(inside, data, prong.Absolute(1e-3))
+    prong.refresh_(outside, data, prong.Absolute(1e-3))
     assert_close(inside(data), z, "function", rtol=0, atol=1e-4)
-    first = (model[0].sites[0].whitening for model in (inside, outside))  # its inputs are not rounded by autocast
-    P, expected = (w.P if form == "implicit" else w.U.mT @ w.U for w in first)
+    first = (site_of(model).whitening for model in (inside, outside))  # its inputs are not rounded by autocast
+    P, expected = (w.P if w.U is None else w.U.mT @ w.U for w in first)
     assert_close(P, expected, "whitening", rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("basis", ["pca", "zca", "cholesky"])
 def test_state_dict_fold_and_few_samples_inside_autocast_are_exact(basis):
     plain = nn.Linear(20, 4)
-    layer = prong.whiten_(copy.deepcopy(plain), "explicit", basis=basis)
+    layer = prong.whiten_(copy.deepcopy(plain), prong.Explicit(basis))
     prong.refresh_(layer, torch.randn(100, 20), 1e-2)
     with torch.autocast("cpu", torch.bfloat16):
         saved = layer.state_dict()
@@ -490,12 +504,12 @@ def test_state_dict_fold_and_few_samples_inside_autocast_are_exact(basis):
         assert_close(W, plain.weight, rtol=0, atol=1e-5)
 
 
-@forms
+@every_form
 def test_scaled_and_unscaled_training_agree_and_an_overflow_skips_the_step(form):
     def train(scaling: bool) -> tuple[nn.Module, prong.PRONG]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-        optimizer = prong.PRONG(model, lr=0.01, form=form, period=4, eps=0.1)
+        optimizer = prong.PRONG(model, lr=0.01, form=form, refresh=prong.Every(4))
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=scaling)
         for _ in range(6):
             optimizer.zero_grad()
@@ -505,7 +519,7 @@ def test_scaled_and_unscaled_training_agree_and_an_overflow_skips_the_step(form)
             scaler.step(optimizer)
             scaler.update()
         if scaling:  # now let a gradient overflow
-            before, updates = [p.clone() for p in model.parameters()], optimizer.refresher.updates
+            before, updates = [p.clone() for p in model.parameters()], refresher_of(optimizer).updates
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):
                 loss = model(torch.randn(32, 8)).float().square().mean() * 1e38
@@ -513,7 +527,7 @@ def test_scaled_and_unscaled_training_agree_and_an_overflow_skips_the_step(form)
             scaler.step(optimizer)
             scaler.update()
             assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-            assert optimizer.refresher.updates == updates
+            assert refresher_of(optimizer).updates == updates
             assert scaler.get_scale() < 2.0**8
         return model, optimizer
 
@@ -525,29 +539,30 @@ def test_scaled_and_unscaled_training_agree_and_an_overflow_skips_the_step(form)
 # Checkpointing --------------------------------------------------------------------------------------------------------
 
 
-@forms
+@every_form
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
 @spaces
 def test_activation_checkpointing_changes_neither_gradients_nor_statistics(form, reentrant, rows):
     runs = {}
     for checkpointed in (False, True):
         torch.manual_seed(0)
-        model = small(form)
-        prong.Refresher(model, torch.optim.SGD(model.parameters(), 0.1))
+        model = MODELS["mlp"].build()
+        optimizer = attached(model, form, refresh=prong.Every(8, growth=None))
+        prong.refresh_(model, MODELS["mlp"].sample(40))
         h = MODELS["mlp"].sample(rows).requires_grad_()
-        curved(checkpoint(model, h, use_reentrant=reentrant) if checkpointed else model(h)).backward()
-        sites = prong.model.whiten.whitened_sites(model).values()
-        assert all(site.inputs.moments.count == rows for _, site in sites)
-        runs[checkpointed] = [accumulated(model), h.grad, [site.inputs.moments.covariance() for _, site in sites]]
+        loss = curved(checkpoint(model, h, use_reentrant=reentrant) if checkpointed else model(h))
+        step, sites = step_of(model, optimizer, loss), whitened_sites(model).values()
+        assert all(site.window.moments.count == rows for _, site in sites)
+        runs[checkpointed] = [step, accumulated(model), h.grad, [site.window.moments.covariance() for _, site in sites]]
     assert_close(runs[True], runs[False])
 
 
-@forms
+@every_form
 def test_checkpointed_training_with_prong_equals_training_without(form):
     def train(checkpointed: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = MODELS["mlp"].build()
-        optimizer = prong.PRONG(model, lr=0.01, form=form, period=3, eps=0.1)
+        optimizer = prong.PRONG(model, lr=0.01, form=form, refresh=prong.Every(3))
         for _ in range(5):
             h = MODELS["mlp"].sample(8).requires_grad_()
             optimizer.zero_grad()
@@ -562,14 +577,15 @@ def test_checkpointed_training_with_prong_equals_training_without(form):
 # Modes ----------------------------------------------------------------------------------------------------------------
 
 
-@forms
+@every_form
 def test_a_whitening_estimated_in_inference_mode_can_be_trained_with(form):
-    model = prong.whiten_(MODELS["mlp"].build(), form)
+    model = MODELS["mlp"].build()
+    optimizer = attached(model, form)
     with torch.inference_mode():
         prong.refresh_(model, MODELS["mlp"].sample(20))
     for rows in (2, 9):
-        curved(model(MODELS["mlp"].sample(rows))).backward()
-        assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+        step = step_of(model, optimizer, 0.01 * curved(model(MODELS["mlp"].sample(rows))))
+        assert all(x.isfinite().all() and x.any() for x in step.values())
 
 
 @forms
@@ -606,7 +622,7 @@ def test_moments_of_cases_are_those_of_the_layer():
     """The yardstick itself: the formula with moments from data and with the layer's own whitening agree."""
     spec = SPECS["conv2d"]
     layer, h = prong.whiten_(spec.build()), spec.sample(6)
-    prong.refresh_(layer, h, 0.1)
+    prong.refresh_(layer, h, prong.Absolute(0.1))
     plain = plain_copy(layer)
     total = parameter_gradients(plain, curved(plain(h)))
     nW, nb = natural_of_plain(plain, total["weight"], total["bias"], moments_of(plain, h), 0.1)

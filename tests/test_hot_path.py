@@ -57,14 +57,13 @@ OPTIONS = {
 }
 
 
-def refreshed_rarely(rows: int) -> prong.Every:
-    return prong.Every(1000, samples=2 * rows)
+RARELY = prong.Every(1000, samples=64)  # so few that their windows are soon over
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_no_number_is_read_back_between_refreshes(name):
     model, h = network(), torch.randn(ROWS, WIDTHS[0])
-    optimizer = prong.PRONG(model, lr=1e-3, refresh=refreshed_rarely(ROWS), trust=None, **OPTIONS[name])
+    optimizer = prong.PRONG(model, lr=1e-3, refresh=RARELY, trust=None, **OPTIONS[name])
     asked = [traced(model, optimizer, h)[0] for _ in range(12)]
     assert any(WAITS & set(each) for each in asked[:4]), "a refresh does, so this test can see it"
     assert not any(WAITS & set(each) for each in asked[8:])
@@ -73,7 +72,7 @@ def test_no_number_is_read_back_between_refreshes(name):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_bound_on_steps_waits_once_for_all_layers(form):
     model, h = network(), torch.randn(ROWS, WIDTHS[0])
-    optimizer = prong.PRONG(model, lr=1e-3, form=form, refresh=refreshed_rarely(ROWS), trust=0.01)
+    optimizer = prong.PRONG(model, lr=1e-3, form=form, refresh=RARELY, trust=0.01)
     warmed(model, optimizer, h)
     asked = traced(model, optimizer, h)[0]
     numbers = 2 * len(WIDTHS[1:])  # a sum and a count of each layer, which come together
@@ -83,7 +82,7 @@ def test_a_bound_on_steps_waits_once_for_all_layers(form):
 def test_diagonal_corrections_wait_once_for_all_layers():
     model, h = network(), torch.randn(ROWS, WIDTHS[0])
     form = prong.Explicit(plus=True)
-    optimizer = prong.PRONG(model, lr=1e-3, form=form, refresh=refreshed_rarely(ROWS), trust=None)
+    optimizer = prong.PRONG(model, lr=1e-3, form=form, refresh=RARELY, trust=None)
     warmed(model, optimizer, h)
     assert traced(model, optimizer, h)[0]["aten::item"] == 1, "whether what they divide by is finite"
     model(h).square().mean().backward()
@@ -95,7 +94,7 @@ def test_an_update_allocates_whitened_inputs_or_gradients_beside_what_sgd_does(r
     h = torch.randn(rows, WIDTHS[0])
     plain, model = network(), network()
     sgd = torch.optim.SGD(plain.parameters(), lr=1e-3, momentum=0.9)
-    natural = prong.PRONG(model, lr=1e-3, form="implicit", refresh=refreshed_rarely(rows), trust=None)
+    natural = prong.PRONG(model, lr=1e-3, form="implicit", refresh=RARELY, trust=None)
     warmed(plain, sgd, h)
     warmed(model, natural, h)
     extra = traced(model, natural, h)[1] - traced(plain, sgd, h)[1]

@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 import prong
-from prong.core.moments import accumulation_dtype
-from tests.cases import FORMS, MODELS, SPECS
+from prong.core.precision import accumulation_dtype
+from tests.cases import FORMS, MODELS, SPECS, VIEWS, attached
+from tests.training import site_of
 
 forms = pytest.mark.parametrize("form", FORMS)
+every_form = pytest.mark.parametrize("form", [*FORMS, *VIEWS])
 
 
 @pytest.fixture(autouse=True)
@@ -46,40 +48,58 @@ def test_a_summary_has_a_row_per_layer_with_parameters_and_the_reason_where_it_i
     assert [row.parameters for row in rows.values()] == [28, 30, 12, 28, 28]
     assert "its type is Embedding" in rows["embed"].note
     assert "identity until the first refresh" in rows["body"].note
-    assert "whiten_ did not take it" in rows["left"].note
+    assert "not asked for" in rows["left"].note
     assert "tied" in rows["head"].note
 
 
-HELD = {"implicit": (1, 2), "explicit": (2, 1)}  # P, c and c P (not in half precision); U, its inverse and c
+@every_form
+def test_a_summary_tells_in_which_form_an_optimizer_whitens(form):
+    model = Zoo()
+    with pytest.warns(UserWarning, match="'head'"):
+        _optimizer = attached(model, form)
+    whitened = "implicit" if form == "auto" else form  # which is the cheapest for SGD
+    assert [row.whitened for row in prong.summary(model)] == ["no", whitened, "no", whitened, "no"]
+    assert ("chosen at the first batch" in prong.summary(model)[1].note) == (form == "auto")
+    model(torch.arange(7))
+    assert prong.summary(model)[1].note == "identity until the first refresh"
 
 
-@forms
+HELD = {  # matrices, vectors (without c P in half precision), and whether V and d are held beside W and b
+    "implicit": (2, 2, 0),  # P and its inverse, by which steps are measured; c and c P
+    "explicit": (2, 1, 0),  # U and its inverse; c
+    "auto": (1, 2, 0),  # P; c and c P
+    "materialised": (1, 1, 1),  # U; c; V and d
+}
+
+
+@every_form
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_memory_is_that_of_the_whitening_matrices(form, dtype):
-    model = prong.whiten_(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2, bias=False)).to(dtype), form)
-    assert [row.memory for row in prong.summary(model)] == [0, 0]
+def test_memory_is_that_of_whitening_matrices_and_whitened_parameters(form, dtype):
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2, bias=False)).to(dtype)
+    _optimizer = attached(model, form)
+    matrices, vectors, own = HELD[form]
+    assert [row.memory for row in prong.summary(model)] == [own * 18 * dtype.itemsize, own * 6 * dtype.itemsize]
     prong.refresh_(model, torch.randn(20, 5).to(dtype))
     kept = accumulation_dtype(dtype) if form == "explicit" else dtype  # rounding U would change the function
-    size = torch.empty(0, dtype=kept).element_size()
-    matrices, vectors = HELD[form]
     vectors = 1 if dtype == torch.bfloat16 else vectors
-    with_mean, without_mean = (matrices * 25 + vectors * 5) * size, matrices * 9 * size
-    assert [row.memory for row in prong.summary(model)] == [with_mean, without_mean]
+    with_mean, without_mean = matrices * 25 + vectors * 5 + own * 18, matrices * 9 + own * 6
+    assert [row.memory for row in prong.summary(model)] == [with_mean * kept.itemsize, without_mean * kept.itemsize]
     assert [row.note for row in prong.summary(model)] == ["", ""]
 
 
-@forms
+@every_form
 def test_memory_of_open_windows_is_counted(form):
     model = nn.Sequential(nn.Linear(5, 3))
-    prong.PRONG(model, lr=0.1, form=form)
+    _optimizer = prong.PRONG(model, lr=0.1, form=form)
+    *_, own = HELD[form]
     for rows, held in ((2, 2), (20, 5)):  # a thin factor first, then the scatter matrix
         model(torch.randn(rows, 5))
         (row,) = prong.summary(model)
-        assert row.memory == (5 + held * 5) * 4
+        assert row.memory == (5 + held * 5 + own * 18) * 4
         assert "gathering statistics" in row.note
 
 
-@forms
+@every_form
 def test_groups_and_attention_tell_the_sizes_of_their_inputs(form):
     model = nn.ModuleDict(
         {
@@ -88,7 +108,8 @@ def test_groups_and_attention_tell_the_sizes_of_their_inputs(form):
             "other": nn.MultiheadAttention(8, 2, kdim=4, vdim=6),
         }
     )
-    rows = {row.name: row for row in prong.summary(prong.whiten_(model, form))}
+    _optimizer = attached(model, form)
+    rows = {row.name: row for row in prong.summary(model)}
     assert rows["conv"].inputs == "2 x 2 groups"
     assert rows["same"].inputs == "8"
     assert rows["other"].inputs == "8/4/6"
@@ -96,16 +117,17 @@ def test_groups_and_attention_tell_the_sizes_of_their_inputs(form):
     assert rows["same"].parameters == 3 * 64 + 24
 
 
-@forms
+@every_form
 def test_memory_of_attention_counts_what_its_three_sites_do_not_share(form):
-    layer = prong.whiten_(nn.MultiheadAttention(8, 2, batch_first=True), form)
+    layer = nn.MultiheadAttention(8, 2, batch_first=True)
+    _optimizer = attached(layer, form)
     x, y = torch.randn(2, 6, 4, 8)
-    matrices, vectors = HELD[form]
-    one = (matrices * 64 + vectors * 8) * 4
+    matrices, vectors, own = HELD[form]
+    one, parameters = (matrices * 64 + vectors * 8) * 4, own * (64 + 8) * 4
     prong.refresh_(layer, [x], forward=lambda m, b: m(b, b, b))
-    assert [row.memory for row in prong.summary(layer)] == [one, one]
+    assert [row.memory for row in prong.summary(layer)] == [one + 3 * parameters, one + parameters]
     prong.refresh_(layer, [x], forward=lambda m, b: m(b, y, y))
-    assert [row.memory for row in prong.summary(layer)] == [2 * one, one]
+    assert [row.memory for row in prong.summary(layer)] == [2 * one + 3 * parameters, one + parameters]
 
 
 @forms
@@ -117,9 +139,10 @@ def test_frozen_layers_and_lazy_ones_and_the_model_itself_are_named(form):
     assert lazy.parameters == 0 and "lazy" in lazy.note
 
 
-@forms
+@every_form
 def test_the_printed_table_contains_the_rows_and_the_totals(form):
-    model = prong.whiten_(MODELS["net"].build(), form)
+    model = MODELS["net"].build()
+    _optimizer = attached(model, form)
     prong.refresh_(model, MODELS["net"].sample(9))
     summary = prong.summary(model)
     text = str(summary)
@@ -141,9 +164,10 @@ def test_a_model_without_parameters_has_an_empty_table():
     assert summary == [] and "total" in str(summary)
 
 
-@forms
+@every_form
 def test_a_summary_changes_nothing(form):
-    model = prong.whiten_(MODELS["mlp"].build(), form)
+    model = MODELS["mlp"].build()
+    _optimizer = attached(model, form)
     prong.refresh_(model, MODELS["mlp"].sample(9))
     before = [p.clone() for p in model.parameters()]
     assert str(prong.summary(model)) == str(prong.summary(model))
@@ -157,12 +181,14 @@ LOOKS = {
 }
 
 
-@forms
+@every_form
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-def test_what_a_forward_has_added_can_be_taken_back_after_a_look_at_it(form, look):
+def test_what_an_update_has_added_is_taken_back_when_it_fails_after_a_look_at_it(form, look):
     model = nn.Sequential(nn.Linear(5, 3))
     optimizer = prong.PRONG(model, lr=0.1, form=form)
     model(torch.randn(4, 5))
     look(model, optimizer)
-    optimizer.refresher.undo()
-    assert model[0].sites[0].inputs.empty
+    assert not site_of(model).window.empty
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.randn(4, 6).to(next(model.parameters())))
+    assert site_of(model).window.empty
