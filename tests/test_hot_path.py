@@ -66,7 +66,9 @@ def test_no_number_is_read_back_between_refreshes(name):
     optimizer = prong.PRONG(model, lr=1e-3, refresh=RARELY, trust=None, **OPTIONS[name])
     asked = [traced(model, optimizer, h)[0] for _ in range(12)]
     assert any(WAITS & set(each) for each in asked[:4]), "a refresh does, so this test can see it"
-    assert not any(WAITS & set(each) for each in asked[8:])
+    # Where V and d are held, it is seen whether anybody has changed W or b since: once for all layers.
+    most = 1 if name == "materialised" else 0
+    assert all(sum(each[wait] for wait in WAITS) <= most for each in asked[8:])
 
 
 @pytest.mark.parametrize("form", FORMS)

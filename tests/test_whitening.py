@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prong.core.factorise import BASES, WhiteningError, eps_of, scaled, whiten, whiten_together
+from prong.core.factorise import WhiteningError, eps_of, scaled, whiten
 from prong.core.moments import Moments
 from prong.core.whitening import Whitening, times_inverse
 from prong.options import Absolute
@@ -19,6 +19,7 @@ from tests import reference
 from tests.closeness import assert_close
 
 EPS = 1e-2
+BASES = ("pca", "zca", "cholesky")
 
 
 def randn(*shape: int) -> Tensor:
@@ -227,7 +228,7 @@ def test_the_triangle_of_few_samples_is_the_dense_one(groups, features, share, e
     assert_close([thin.U, thin.U_inv], [full.U, full.U_inv])
 
 
-@pytest.mark.parametrize(("basis", "largest"), [(None, 5), ("zca", 5), ("cholesky", 64)], ids=str)
+@pytest.mark.parametrize(("basis", "largest"), [(None, 5), ("zca", 5)], ids=str)
 @both_centrings
 def test_few_samples_need_no_factorisation_of_the_size_of_the_inputs(basis, largest, centred, monkeypatch):
     sizes = []
@@ -344,23 +345,6 @@ def test_where_eigh_does_not_converge_in_float32_float64_is_tried(basis, rows, m
     assert_close(w.U.double() @ damped @ w.U.mT.double(), reference.eye(1, 16), tolerance=1e-4)
 
 
-def test_where_the_triangle_of_few_samples_fails_it_is_damped_more(monkeypatch):
-    moments = moments_of(torch.randn(1, 4, 150))
-    original, calls = torch.linalg.cholesky, []
-
-    def cholesky(A):
-        calls.append(A)
-        if len(calls) in (2, 4):  # inside the first rung, and inside the second
-            raise torch.linalg.LinAlgError("not positive definite")
-        return original(A)
-
-    monkeypatch.setattr(torch.linalg, "cholesky", cholesky)
-    w = whiten(moments, EPS, "cholesky")
-    assert math.isclose(w.eps, 10 * EPS) and w.U.dtype == torch.float32
-    damped = reference.damped(moments.covariance().double(), 10 * EPS)
-    assert_close(w.U.double() @ damped @ w.U.mT.double(), reference.eye(1, 150), tolerance=1e-4)
-
-
 @pytest.mark.parametrize("basis", [None, "cholesky"], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("negative", "raised"), [(0.5, 1), (5, 10), (50, 100)])
@@ -427,7 +411,7 @@ def test_when_every_factorisation_fails_the_moments_are_as_they_were(basis, rows
 
 @pytest.mark.parametrize("eps", [0, 0.0, -1e-3, math.nan, math.inf, -math.inf])
 def test_damping_must_be_positive_and_finite(eps):
-    with pytest.raises(ValueError, match="eps must be positive and finite"):
+    with pytest.raises(ValueError, match="eps must be (positive and )?finite"):
         whiten(moments_of(randn(1, 9, 3)), eps)
 
 
@@ -510,33 +494,6 @@ def test_a_whitening_does_not_change():
 
 
 # Several at once ------------------------------------------------------------------------------------------------------
-
-
-@every_result
-@both_centrings
-def test_moments_of_one_size_are_whitened_together_as_one_by_one_each_with_its_own_damping(basis, centred):
-    shapes, damping = ((1, 30), (2, 50), (1, 9)), (0.1, 3.0, 1e-3)
-    several = [moments_of(randn(groups, rows, 6) @ randn(6, 6) + 1) for groups, rows in shapes]
-    together = whiten_together(several, damping, basis, centred)
-    for one, m, eps in zip(together, several, damping, strict=True):
-        expected = whiten(m, eps, basis, centred)
-        assert one.eps == expected.eps == eps
-        for (key, x), (_, y) in zip(one.items(), expected.items(), strict=True):
-            if isinstance(y, Tensor):
-                torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11, msg=lambda text, key=key: f"{key}: {text}")
-    assert together[0].P is None or together[0].P.untyped_storage().nbytes() == 36 * 8, (
-        "no piece keeps the others alive"
-    )
-
-
-def test_what_one_by_one_must_do_is_not_done_together():
-    good, few, broken = (Moments(1, 4) for _ in range(3))
-    good.add(torch.randn(1, 20, 4))
-    few.add(torch.randn(1, 1, 4))
-    broken.add(torch.randn(1, 20, 1).expand(-1, -1, 4) * 100)  # of rank one
-    assert whiten_together([good], [0.1]) is None
-    assert whiten_together([good, few], [0.1, 0.1]) is None
-    assert whiten_together([good, broken], [1e-30, 1e-30]) is None
 
 
 # Relative damping

@@ -169,6 +169,7 @@ class Muon(Composite):
         attached, own = _divided(options)
         own |= {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         attached |= {"damping": damping, "form": form, "refresh": refresh, "space": space}
+        check_model(model)
         matrices = [p for p in weights_and_biases(model) if p.dim() > 1][:-1]
         mine, rest = _parted(named(model, None), set(map(id, matrices)))
         if not mine:

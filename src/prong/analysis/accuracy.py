@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prong.core.factorise import check_eps, whiten
+from prong.core.factorise import whiten
 from prong.core.moments import Moments
 from prong.core.whitening import times_inverse
 from prong.layers.site import Layout
-from prong.options import Implicit
+from prong.options import Implicit, check_positive
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def step_error(Sigma: Tensor, eps: float, *, block: int | None = None, cutoff: f
     For a covariance (in, in) of a layer's inputs, and options as of `prong.Implicit`. Everything is in float64, and
     costs a few decompositions of Sigma.
     """
-    check_eps(eps)
+    check_positive("eps", eps)
     Implicit(cutoff=cutoff, block=block)
     if Sigma.dim() != 2 or Sigma.shape[0] != Sigma.shape[1] or not torch.isfinite(Sigma).all():
         raise ValueError(f"a covariance is a finite matrix (in, in), got one of shape {tuple(Sigma.shape)}")

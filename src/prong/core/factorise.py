@@ -80,7 +80,7 @@ def whiten(
         FloatingPointError: moments that are not finite.
         WhiteningError: if no rung gave a finite result.
     """
-    if not 0 < eps < math.inf:
+    if not (type(eps) is float and 0 < eps < math.inf):
         check_positive("eps", eps)
     if basis is not None:
         check_basis(basis)
@@ -91,6 +91,8 @@ def whiten(
         factor = torch.cat([factor, math.sqrt(moments.count) * moments.mean.unsqueeze(1)], dim=1)
     thin = factor is not None and _is_thin(factor, basis)
     X = factor / math.sqrt(moments.count) if thin and factor is not None else moments.covariance(centred)
+    if factor is not None and basis == "cholesky":  # of low rank: float32 would not do
+        X = factor.mT.double() @ factor.double() / moments.count
     if not torch.isfinite(X).all():
         raise FloatingPointError(NOT_FINITE)
     spread = X.square().sum((-2, -1)) if thin else X.diagonal(dim1=-2, dim2=-1).sum(-1)
@@ -112,7 +114,7 @@ def whiten(
         except (torch.linalg.LinAlgError, OverflowError):  # type: ignore[attr-defined]
             continue
         c = moments.mean.clone() if centred else None
-        whitening = Whitening(c, damping, **matrices).map(lambda x: x.to(X.dtype))
+        whitening = Whitening(c, damping, **matrices).map(lambda x: x.to(moments.mean.dtype))
         if whitening.is_finite():
             return with_product(whitening, spread)
     raise WhiteningError(

@@ -88,6 +88,7 @@ class Plain(Kind):
     def __init__(self, module: nn.Module, options: Materialised | Implicit, budget: Budget | None = None) -> None:
         self.module, self.options, self.budget, self.measured = module, options, budget, False
         self.settled = budget is None
+        self._spent: Budget | None = None  # by which the blocks were chosen
         sites = self.make_sites(module)
         weight = self._parameter(sites[0].weight)
         self.sharded = is_sharded(weight)
@@ -139,7 +140,9 @@ class Plain(Kind):
                 self._held[name] = whole.clone(memory_format=torch.contiguous_format)
                 self._mark([name])
             elif site.whitening is None:
-                site.write(self._held[name], self._local(self._parameter(name)))
+                part = site.part(self._local(self._parameter(name).detach()))
+                assert part is not None
+                site.write(self._held[name], part)
         return self._held[site.weight], None if site.bias is None else self._held[site.bias]
 
     def follow(self) -> None:
@@ -223,15 +226,24 @@ class Plain(Kind):
 
     def plan(self, *inputs: Tensor) -> None:
         """At the first batch, which tells what an update costs: choose blocks that the budget allows."""
-        if self.budget is not None:
+        watched = any(site.window is not None and not site.window.training_only for site in self.sites)
+        if self.budget is not None and (self.training or watched):
+            self._spent = self.budget
             layouts, rows = [site.layout for site in self.sites], map(self.rows, inputs)
             self.divide(map(self.budget.chosen, layouts, rows, [self.natural] * len(layouts)))
 
     def divide(self, sizes: Iterable[tuple[int | None, int | None]]) -> None:
         """Whiten in blocks of these sizes from now on, and tell so many directions apart in each; None: all."""
         self.budget = None
-        for site, (block, site.rank) in zip(self.sites, sizes, strict=True):
+        for site, (block, rank) in zip(self.sites, sizes, strict=True):
+            site.rank = rank
             site.divide(block, self.pair(site)[0])
+
+    def plan_again(self) -> None:
+        """The forward whose batch told what an update costs has failed: let another one tell."""
+        if self._spent is not None:
+            self.divide([(None, None)] * len(self.sites))
+            self.budget, self._spent, self.settled = self._spent, None, False
 
     def settle(self, sizes: Iterable[tuple[int | None, int | None]]) -> None:
         """The same, once all workers have agreed on it."""
@@ -387,6 +399,8 @@ def _sample(parameter: Tensor) -> Tensor:
 def catch_up(views: Iterable[Plain]) -> None:
     """Let V and d of all views follow their W and b; where nobody has changed any, all are compared at once."""
     views = [view for view in views if view._written]
+    for view in views:
+        view.follow()
     marks = [(view._parameter(name), mark) for view in views for name, mark in view._written.items()]
     if any(version not in (None, parameter._version) for parameter, (version, _) in marks) or not _alike(marks):
         for view in views:

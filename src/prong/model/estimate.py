@@ -183,7 +183,7 @@ def settle_blocks(model: nn.Module, batches: Any, forward: Forward | None, worke
         return batches
     first: list[Any] = []
     rest: Iterable[Any] = ()
-    with workers.together(), undisturbed(model), gathering(model, (), workers):
+    with workers.together(), undisturbed(model), gathering(model, None, workers):
         rest = iter(as_batches(batches))
         first = list(islice(rest, 1))
         run_batches(model, first, None, forward, workers)

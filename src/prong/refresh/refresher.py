@@ -213,7 +213,9 @@ class Refresher:
         if any(site.aside for _, site in self.sites.values()):
             return  # statistics that somebody else gathers; our windows are put aside
         self.windows.undo()
-        for _, site in self.sites.values():
+        for layer, site in self.sites.values():
+            if isinstance(layer, Plain) and self.updates == 0:
+                layer.plan_again()
             spread = spread_of(site)
             if spread is not None:
                 spread.take()

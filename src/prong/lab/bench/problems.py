@@ -129,7 +129,8 @@ def bound(model: nn.Module, batch: Batch) -> Tensor:
     (x,) = batch
     logits, mean, log_variance = model(x)
     divergence = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum()
-    return F.binary_cross_entropy_with_logits(logits, x, reduction="sum") + divergence
+    summed: Tensor = F.binary_cross_entropy_with_logits(logits, x, reduction="sum") + divergence
+    return summed
 
 
 def reconstruction(model: nn.Module, batch: Batch) -> Tensor:
