@@ -11,7 +11,7 @@ Neither makes a centred copy of the inputs: `c P` is known since the refresh, `g
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,38 +32,13 @@ class Switch:
 Centre = tuple[Tensor | None, Tensor | None]  # what is taken off inputs before they are multiplied by P, and after
 
 
-class Operation(Protocol):
-    """What a layer computes from inputs h, weight W and bias b, and the pieces of its derivative."""
-
-    @property
-    def layout(self) -> Layout:
-        """How its weight is stored."""
-
-    def __call__(self, h: Tensor, W: Tensor, b: Tensor | None) -> Tensor:
-        """The output."""
-
-    def whitened(self, h: Tensor, P: Tensor, c: Centre, tail: float) -> Tensor:
-        """What `weight_gradient` takes, (h - c) P; see `times_inverse` for P and tail."""
-
-    def input_gradient(self, delta: Tensor, h: Tensor, W: Tensor) -> Tensor:
-        """The gradient of h, from that of the output."""
-
-    def weight_gradient(self, delta: Tensor, x: Tensor, W: Tensor) -> Tensor:
-        """The gradient of W, from that of the output, at inputs x."""
-
-    def bias_gradient(self, delta: Tensor) -> Tensor:
-        """The gradient of b, from that of the output."""
-
-    def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor) -> Tensor:
-        """The natural gradient of b, gb - nW c, for whitened inputs x."""
-
-    def broadcast(self, b: Tensor) -> Tensor:
-        """A bias, shaped so that it can be added to the output."""
-
-
 @dataclass(frozen=True)
 class Linear:
-    """`F.linear`."""
+    """`F.linear` of inputs h, weight W and bias b, and the pieces of its derivative.
+
+    `whitened` inputs (h - c) P are what `weight_gradient` takes; `natural_bias` is gb - nW c; a bias that was
+    `broadcast` can be added to the output.
+    """
 
     layout: Layout
 
@@ -94,7 +69,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution of a batch of maps, or a transposed one.
+    """The same of a convolution of a batch of maps, or a transposed one.
 
     In activation space maps are padded beforehand: what is padded is raw, and centred and whitened with the rest.
     """
@@ -153,6 +128,9 @@ class Convolution:
         )
         gradient: Tensor = gradients[which]
         return gradient
+
+
+Operation = Linear | Convolution
 
 
 def _whitened_rows(layout: Layout, rows: Tensor, P: Tensor, c: Centre, tail: float) -> Tensor:
