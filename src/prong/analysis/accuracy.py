@@ -12,14 +12,13 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from prong.core.factorise import whiten
+from prong.analysis.conditioning import inverse_covariance
 from prong.core.moments import Moments
-from prong.core.whitening import times_inverse
-from prong.layers.site import Layout
-from prong.options import Implicit, check_positive
+from prong.core.whitening import check_eps, whiten
+from prong.layers.layout import Layout
+from prong.options import Implicit
 
 
 @dataclass(frozen=True)
@@ -37,21 +36,19 @@ def step_error(Sigma: Tensor, eps: float, *, block: int | None = None, cutoff: f
 
         relative^2 = tr(Sigma (Q - P) F (Q - P)) / tr(Sigma P)
 
-    For a covariance (in, in) of a layer's inputs, and options as of `prong.Implicit`. Everything is in float64, and
-    costs a few decompositions of Sigma.
+    For a covariance (in, in) of a layer's inputs, and options as of `prong.Implicit`. Everything is in float64.
     """
-    check_positive("eps", eps)
-    Implicit(cutoff=cutoff, block=block)
+    check_eps(eps)
+    Implicit(cutoff=cutoff, block=block)  # which refuses what makes no sense
     if Sigma.dim() != 2 or Sigma.shape[0] != Sigma.shape[1] or not torch.isfinite(Sigma).all():
         raise ValueError(f"a covariance is a finite matrix (in, in), got one of shape {tuple(Sigma.shape)}")
     lam, E = torch.linalg.eigh(Sigma.double())
     lam = lam.clamp(min=0)  # rounding leaves some of a singular one below
     root = E * (lam + eps).sqrt()  # F = root root^T: in this basis the exact step is the identity
     gains = root.mT @ approximate_inverse(Sigma.double(), eps, block, cutoff) @ root
-    off = gains - torch.eye(len(lam), dtype=gains.dtype, device=gains.device)
+    off = gains - torch.eye(len(lam)).to(gains)
     weights = lam / (lam + eps)
-    total = float(weights.sum())
-    relative = math.sqrt(float((weights @ off.square()).sum()) / total) if total > 0 else 0.0
+    relative = math.sqrt(float((weights @ off.square()).sum() / weights.sum())) if lam.any() else 0.0
     spectrum = torch.linalg.eigvalsh(gains)
     return StepError(relative, float(spectrum[0]), float(spectrum[-1]))
 
@@ -59,13 +56,8 @@ def step_error(Sigma: Tensor, eps: float, *, block: int | None = None, cutoff: f
 def approximate_inverse(Sigma: Tensor, eps: float, block: int | None = None, cutoff: float = 0.0) -> Tensor:
     """The matrix (in, in) that a layer with these options takes for (Sigma + eps I)^-1."""
     layout = Layout((1, len(Sigma)), block=block)
-    blocks, size = layout.blocks, layout.features
-    missing = blocks * size - len(Sigma)
-    padded = F.pad(Sigma, (0, missing, 0, missing)).view(blocks, size, blocks, size)
-    moments = Moments(blocks, size, Sigma.dtype, Sigma.device)  # any that have this covariance
-    scatter = 2.0 * padded.diagonal(dim1=0, dim2=2).movedim(-1, 0)
-    moments.load_state_dict({"count": 2.0, "mean": moments.mean, "scatter": scatter})
-    whitening = whiten(moments, eps, cutoff=cutoff)
-    assert whitening.P is not None
-    identity = torch.eye(size, dtype=Sigma.dtype, device=Sigma.device).expand(blocks, -1, -1)
-    return layout.assembled(times_inverse(identity, whitening.P, whitening.tail))[0]
+    lam, E = torch.linalg.eigh(Sigma)
+    root = (E * (len(Sigma) * lam.clamp(min=0)).sqrt()).mT
+    moments = Moments(layout.matrices, layout.features, Sigma.dtype, Sigma.device)
+    moments.add(layout.rows(torch.cat([root, -root]), -1))  # any rows that have this covariance
+    return layout.assembled(inverse_covariance(whiten(moments, eps, cutoff=cutoff), Sigma.dtype))[0]

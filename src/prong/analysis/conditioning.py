@@ -5,8 +5,7 @@ With Sigma the covariance of the inputs now, c, U and eps of a whitening (P = U^
     S = E[(h - c)(h - c)^T] + eps I          M = U S U^T
 
 M is the identity for the inputs that the whitening came from (unless by a cutoff or PRONG+), and what an optimizer in
-whitened coordinates works against later. S is taken about the whitening's centre: inputs whose mean has moved are not
-white. P S has the eigenvalues of M, so they are known where there is only P.
+whitened coordinates works against later. P S has its eigenvalues, so U is not needed.
 
 Groups of a convolution are blocks of one block-diagonal matrix: spectra are over all of them.
 """
@@ -51,67 +50,66 @@ def condition_number(spectrum: Tensor, eps: float = 0.0, floor: float = 0.0) -> 
 
 
 def whitened_spectrum(moments: Moments, whitening: Whitening) -> Tensor:
-    """The eigenvalues of M = U S U^T, largest first, shape (groups in,); from P alone, those of L^T P L, S = L L^T."""
-    left, right, c = _factors(whitening, moments.mean)
-    S = _about(c, moments)
-    S.diagonal(dim1=-2, dim2=-1).add_(whitening.eps)
+    """The eigenvalues of M, largest first, shape (groups in,): those of L^T P L with S = L L^T."""
+    S, P = _about_centre(moments, whitening), inverse_covariance(whitening, moments.mean.dtype)
     with full_precision(S):
-        if right is not None:
-            return _descending(torch.linalg.eigvalsh(left @ S @ right))
         L, info = torch.linalg.cholesky_ex(S)
         if info.any():  # eps is smaller than the rounding errors of the variance
             lam, E = torch.linalg.eigh(S.double())
             L = E * lam.clamp(min=whitening.eps).sqrt().unsqueeze(-2)
-        return _descending(torch.linalg.eigvalsh(L.mT @ left.to(L) @ L))
+        return _descending(torch.linalg.eigvalsh(L.mT @ P.to(L) @ L))
 
 
 def drift_from_white(moments: Moments, whitening: Whitening) -> tuple[float, float | None]:
     """||M - I||_F / sqrt(groups in), and what chance alone would make of it.
 
-    From P alone, D = P S - I has ||M - I||_F^2 = tr(D D). The second number is the root mean square of the first if the
-    rows were as many new, independent, normal ones with the covariance that the whitening came from:
+    With D = P S - I, ||M - I||_F^2 = tr(D D). The second number is the root mean square of the first if the rows were
+    as many new, independent, normal ones with the covariance that the whitening came from:
 
         ((tr B)^2 + tr B^2) / (rows groups in)          B = U Sigma U^T = I - eps U U^T
 
-    summed over groups. A drift that is no larger says nothing. It takes B + eps U U^T = I for granted, which
-    a thin P does not give: None there.
+    summed over groups. A drift that is no larger says nothing. None for a thin P, where B + eps U U^T is not I.
     """
-    mean, factor, count, eps = moments.mean, moments.factor, moments.count, whitening.eps
-    left, right, c = _factors(whitening, mean)
-    groups, inputs = mean.shape
-    with full_precision(mean):
+    P, eps, factor = inverse_covariance(whitening, moments.mean.dtype), whitening.eps, moments.factor
+    inputs, entries = P.shape[-1], moments.mean.numel()
+    with full_precision(P):
         if factor is None:
-            D = left @ _about(c, moments)
-            D = D if right is None else D @ right
-        else:
-            Y = torch.cat([factor / math.sqrt(count), (mean - c).unsqueeze(1)], dim=1)  # S = Y^T Y + eps I
-            D = (left @ Y.mT) @ (Y if right is None else Y @ right)
-        gains = left if right is None else left @ right  # U U^T, or P: their traces and norms are the same
-        D = D + eps * gains
-        D.diagonal(dim1=-2, dim2=-1).sub_(1)
-        drift = float((D * D.mT).sum().clamp(min=0) / (groups * inputs)) ** 0.5
-        if whitening.tail > 0:
-            return drift, None
-        trace, square = (gains.diagonal(dim1=-2, dim2=-1).sum(-1), gains.square().sum((-1, -2)))
-        first, second = inputs - eps * trace, inputs - 2 * eps * trace + eps**2 * square
-        return drift, float((first.square() + second).sum().clamp(min=0) / (count * groups * inputs)) ** 0.5
+            D = P @ _about_centre(moments, whitening)
+        else:  # S = Y^T Y + eps I of few rows Y
+            Y = torch.cat([factor / math.sqrt(moments.count), _shift(moments, whitening).unsqueeze(1)], dim=1)
+            D = (P @ Y.mT) @ Y + eps * P
+    D.diagonal(dim1=-2, dim2=-1).sub_(1)
+    drift = math.sqrt(max(float((D * D.mT).sum()), 0.0) / entries)
+    if whitening.tail > 0:
+        return drift, None
+    trace, square = P.diagonal(dim1=-2, dim2=-1).sum(-1), P.square().sum((-2, -1))  # of U U^T as of P
+    first, second = inputs - eps * trace, inputs - 2 * eps * trace + eps**2 * square
+    expected = float((first.square() + second).sum()) / (moments.count * entries)
+    return drift, math.sqrt(max(expected, 0.0))
 
 
-def _factors(w: Whitening, like: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """U as in the formula, whatever its scale, and U^T, or P in full and None; and c, or zero. As precise as `like`."""
-    c = torch.zeros_like(like) if w.c is None else w.c.to(like)
-    if w.U is not None:
-        U = w.scale * w.U.to(like)
-        return U, U.mT, c
-    assert w.P is not None
-    identity = torch.eye(w.P.shape[1], dtype=like.dtype, device=like.device).expand(len(w.P), -1, -1)
-    return times_inverse(identity, w.P.to(like), w.tail), None, c
+def inverse_covariance(whitening: Whitening, dtype: torch.dtype) -> Tensor:
+    """P = (Sigma + eps I)^-1 in full, (groups, in, in): from U, whatever its scale, or from a P that may be thin."""
+    if whitening.U is not None:
+        U = whitening.scale * whitening.U.to(dtype)
+        with full_precision(U):
+            return U.mT @ U
+    assert whitening.P is not None
+    groups, inputs, _ = whitening.P.shape
+    identity = torch.eye(inputs, dtype=dtype, device=whitening.P.device).expand(groups, -1, -1)
+    return times_inverse(identity, whitening.P.to(dtype), whitening.tail)
 
 
-def _about(c: Tensor, moments: Moments) -> Tensor:
-    """E[(h - c)(h - c)^T], shape (groups, in, in)."""
-    shift = moments.mean - c
-    return moments.covariance() + shift.unsqueeze(2) * shift.unsqueeze(1)
+def _about_centre(moments: Moments, whitening: Whitening) -> Tensor:
+    """S, shape (groups, in, in)."""
+    shift = _shift(moments, whitening)
+    S = moments.covariance() + shift.unsqueeze(2) * shift.unsqueeze(1)
+    S.diagonal(dim1=-2, dim2=-1).add_(whitening.eps)
+    return S
+
+
+def _shift(moments: Moments, whitening: Whitening) -> Tensor:
+    return moments.mean if whitening.c is None else moments.mean - whitening.c.to(moments.mean)
 
 
 def _descending(lam: Tensor) -> Tensor:

@@ -1,16 +1,9 @@
 """Natural gradient descent as mirror descent, and PRONG's two projections as its maps: the paper's section 3.3.
 
-With a symmetric positive definite A, the quadratic potential and its convex conjugate are
-
-    psi(theta) = 1/2 theta^T A theta          psi*(omega) = 1/2 omega^T A^-1 omega
-
-and their gradients, omega = A theta and theta = A^-1 omega, are inverse to each other. One natural step is
-
-    A = F         omega' = omega - lr grad_theta      mirror descent: the gradient of another space
-    A = F^1/2     omega' = omega - lr grad_omega      gradient descent in the dual space itself
-
-after which theta' = A^-1 omega' is theta - lr F^-1 grad_theta both times. The second needs only that A A^T = F, with
-omega = A^T theta: a whitened layer's coordinates are of this kind (`layer_factor`). See docs/mirror.md.
+With a symmetric positive definite A, the potential psi(theta) = 1/2 theta^T A theta has the gradient omega = A theta,
+and its convex conjugate psi* the inverse of that. With A = F, mirror descent, omega' = omega - lr grad_theta, is a
+natural step. With A = F^1/2, or any A A^T = F, so is gradient descent in the dual space itself, omega' = omega - lr
+grad_omega; a whitened layer's coordinates are of this kind (`layer_factor`). See docs/mirror.md.
 
 Shapes: theta, omega and gradients (n,); A and F (n, n).
 """
@@ -25,8 +18,6 @@ from torch import Tensor
 from prong.core.whitening import Whitening
 from prong.options import check_count
 
-Loss = Callable[[Tensor], Tensor]
-
 
 def potential(theta: Tensor, A: Tensor) -> Tensor:
     """psi(theta) = 1/2 theta^T A theta."""
@@ -40,8 +31,7 @@ def conjugate(omega: Tensor, A: Tensor) -> Tensor:
 
 def divergence(q: Tensor, p: Tensor, A: Tensor) -> Tensor:
     """The Bregman divergence of psi: psi(q) - psi(p) - (q - p)^T grad psi(p) = 1/2 (q - p)^T A (q - p)."""
-    _check(A, q)
-    _check(A, p)
+    _check(A, q, p)
     return potential(q - p, A)
 
 
@@ -55,7 +45,7 @@ def to_primal(omega: Tensor, A: Tensor) -> Tensor:
     """The gradient of psi*: theta = A^-1 omega, the inverse of `to_dual`."""
     _check(A, omega)
     L, info = torch.linalg.cholesky_ex(A)
-    _check_definite(info.item() == 0)
+    _check_definite(not info.any())
     theta: Tensor = torch.cholesky_solve(omega.unsqueeze(-1), L).squeeze(-1)
     return theta
 
@@ -86,19 +76,16 @@ def mirror_step(theta: Tensor, gradient: Tensor, A: Tensor, lr: float) -> Tensor
     return to_primal(to_dual(theta, A) - lr * gradient, A)
 
 
-def dual_gradient(loss: Loss, omega: Tensor, A: Tensor) -> Tensor:
+def dual_gradient(loss: Callable[[Tensor], Tensor], omega: Tensor, A: Tensor) -> Tensor:
     """The gradient of omega -> loss(A^-1 omega), by autograd: A^-1 grad_theta."""
-    with torch.enable_grad():
-        omega = omega.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(loss(to_primal(omega, A)), omega)
+    gradient: Tensor = torch.func.grad(lambda point: loss(to_primal(point, A)))(omega)
     return gradient
 
 
-def dual_descent(loss: Loss, theta: Tensor, F: Tensor, lr: float, steps: int = 1) -> Tensor:
+def dual_descent(loss: Callable[[Tensor], Tensor], theta: Tensor, F: Tensor, lr: float, steps: int = 1) -> Tensor:
     """Where `steps` gradient steps in the dual space of psi~ = 1/2 theta^T F^1/2 theta lead.
 
-    omega = F^1/2 theta once, then omega <- omega - lr grad_omega every step, then theta = F^-1/2 omega once: natural
-    gradient descent whose F is kept for so many steps.
+    That is, where natural gradient descent leads whose F is kept for so many steps.
     """
     check_count("steps", steps, 0)
     A = square_root(F)
@@ -115,8 +102,7 @@ def layer_factor(whitening: Whitening, taps: int = 1) -> Tensor:
             [  0     1 ]                    [         c^T             1 ]
 
     F is the second moment of the inputs with a 1 appended, damped in the weights alone (where U is not scaled). Without
-    a centre the last row and column are absent. A kernel of several taps has U^-1 for each and the same c against all:
-    F then takes different positions of a patch to have nothing in common but their mean.
+    a centre the last row and column are absent. A kernel of several taps has U^-1 for each and the same c against all.
 
     Shapes: A (groups, taps in + 1, taps in + 1), or (groups, taps in, taps in) without a centre.
     """
@@ -126,12 +112,11 @@ def layer_factor(whitening: Whitening, taps: int = 1) -> Tensor:
         raise ValueError('this whitening has P alone; whiten with form="explicit" or form="materialised"')
     check_count("taps", taps, 1)
     U_inv, c = whitening.inverse(), whitening.c
-    blocks = torch.kron(torch.eye(taps, dtype=U_inv.dtype, device=U_inv.device), U_inv.contiguous())
+    blocks = torch.kron(torch.eye(taps).to(U_inv), U_inv.contiguous())
     if c is None:
         return blocks
     A = torch.nn.functional.pad(blocks, (0, 1, 0, 1))
-    A[:, :-1, -1] = c.repeat(1, taps)
-    A[:, -1, -1] = 1
+    A[:, :-1, -1], A[:, -1, -1] = c.repeat(1, taps), 1
     return A
 
 
@@ -140,8 +125,8 @@ def _check_definite(definite: bool) -> None:
         raise ValueError("the matrix is not positive definite; add damping: F + eps I")
 
 
-def _check(A: Tensor, x: Tensor | None = None) -> None:
-    """Refuse what defines no quadratic potential, or one of another size than x."""
+def _check(A: Tensor, *vectors: Tensor) -> None:
+    """Refuse what defines no quadratic potential, or vectors of another size."""
     if A.dim() != 2 or A.shape[0] != A.shape[1]:
         raise ValueError(f"expected a square matrix, got shape {tuple(A.shape)}")
     if not torch.isfinite(A).all():
@@ -150,5 +135,6 @@ def _check(A: Tensor, x: Tensor | None = None) -> None:
         raise ValueError(
             "x -> A x is the gradient of no potential, as A is not symmetric; of a factor A, use square_root(A A^T)"
         )
-    if x is not None and x.shape != A.shape[:1]:
-        raise ValueError(f"expected a vector of {A.shape[0]} entries for this matrix, got shape {tuple(x.shape)}")
+    for x in vectors:
+        if x.shape != A.shape[:1]:
+            raise ValueError(f"expected a vector of {A.shape[0]} entries for this matrix, got shape {tuple(x.shape)}")

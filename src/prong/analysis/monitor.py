@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from prong.analysis.conditioning import condition_number, drift_from_white, input_spectrum, whitened_spectrum
 from prong.analysis.observation import Listener, Seen, fitting, tensors_given
@@ -61,20 +61,12 @@ class Monitor:
     Training is not changed by a bit. The model may be whitened in any form, wholly, partly or not at all. Layers are
     seen when they are called in training mode; attention's output projection never is.
 
-    Args:
-        model: the model that is trained.
-        optimizer: its optimizer, whose steps are counted.
-        when: a number k for every k-th update, or the updates themselves, as a set or a range: `range(1, 10_000, 50)`.
-        layers: names or patterns such as "encoder.*"; None takes all that can be whitened.
-        samples: at most so many rows of a layer's inputs per measurement, evenly spread over all that pass.
-        window: so many updates, the chosen one the last, are looked at for one measurement: where a batch has fewer
-            rows than layers have inputs. Measurements are at least as far apart.
-        damping: for layers that are not whitened, relative or `prong.Absolute(eps)`; others use their own.
-        floor: eigenvalues below this fraction of the largest count as that, in the undamped condition number.
-        whitened_condition: whether to find `condition_whitened`, an eigenproblem per layer and most of the cost.
-        keep_spectrum: whether rows keep every eigenvalue, most of their memory.
-        callback: a function of the model that returns more numbers by name, such as the condition of a Fisher matrix.
-            It is called after chosen updates, and cannot disturb gradients, buffers, random state or train/eval mode.
+    `when` is a number k for every k-th update, or a set or a range of updates. Layers are names or patterns; None takes
+    all that can be whitened. A measurement is of at most `samples` rows of a layer's inputs, evenly spread over all
+    in a `window` of updates, the chosen one the last. `damping` is for layers that are not whitened; others use
+    their own. Eigenvalues below `floor` times the largest count as that, in the undamped condition number. Most of the
+    time is spent on `whitened_condition`, and most of the memory on spectra (`keep_spectrum`). The `callback` returns
+    more numbers by name; it cannot disturb gradients, buffers, random state or train/eval mode.
 
     What was measured is in `rows`, and what the callback returned in `numbers`, with the key "update" added. Updates
     are counted in `updates`; set it where a run is resumed.
@@ -106,26 +98,25 @@ class Monitor:
             raise ValueError(f"floor is a fraction of the largest eigenvalue between 0 and 1, got {floor}")
         if callback is not None and not callable(callback):
             raise TypeError(f"callback is a function of the model, got {type(callback).__name__}")
-        visible = {
-            name: module
-            for name, module in model.named_modules()
-            if (isinstance(module, WhitenedLayer) or plain_kind(module) is not None)
-            and not isinstance(module, NonDynamicallyQuantizableLinear)
-        }
-        chosen = fitting(visible, layers, f"layer to look at ({SUPPORTED})")
         self.model, self.optimizer = model, optimizer
         self.when, self.samples, self.window, self.callback = when, samples, window, callback
         self.damping, self.floor = damping, floor
         self.whitened_condition, self.keep_spectrum = whitened_condition, keep_spectrum
         self.rows: list[Row] = []
         self.numbers: list[dict[str, float]] = []
-        self.listening = False  # whether the update under way is looked at; compiled models are guarded by it
         self.updates = 0
         self._seen: dict[str, Seen] = {}
-        self._handles: list[RemovableHandle] = [
-            optimizer.register_step_post_hook(self._after_step),
-            *(visible[name].register_forward_pre_hook(Listener(self, name), with_kwargs=True) for name in chosen),
-        ]
+        visible = {
+            name: module
+            for name, module in model.named_modules()
+            if (isinstance(module, WhitenedLayer) or plain_kind(module) is not None)
+            and not isinstance(module, NonDynamicallyQuantizableLinear)
+        }
+        self._hooks = ExitStack()
+        for name in fitting(visible, layers, f"layer to look at ({SUPPORTED})"):
+            hook = visible[name].register_forward_pre_hook(Listener(self, name), with_kwargs=True)
+            self._hooks.enter_context(hook)
+        self._hooks.enter_context(optimizer.register_step_post_hook(self._after_step))
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """The rows as dicts of plain values, for JSON, which has no NaN and no infinity: they are None."""
@@ -133,9 +124,7 @@ class Monitor:
 
     def detach(self) -> None:
         """Let go of model and optimizer; rows stay."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
         self._seen.clear()
 
     def __enter__(self) -> Self:
@@ -152,8 +141,8 @@ class Monitor:
     @updates.setter
     def updates(self, count: int) -> None:
         self._updates = count
-        coming = range(count + 1, count + 1 + self.window)
-        self.listening = any(self._is_chosen(update) for update in coming)
+        # Whether the update under way is looked at; compiled models are guarded by it.
+        self.listening = any(self._is_chosen(count + ahead) for ahead in range(1, 1 + self.window))
 
     def _is_chosen(self, update: int) -> bool:
         return update % self.when == 0 if isinstance(self.when, int) else update in self.when
@@ -168,10 +157,9 @@ class Monitor:
         for site, h in zip(layer.sites, tensors_given(layer, args, kwargs), strict=False):
             if h.dim() < -layer.channels_at or h.shape[layer.channels_at] != site.layout.channels:
                 return  # the layer is about to refuse this, in torch's words
-            full_name = site_name(name, site)
-            seen = self._seen.get(full_name)
+            seen = self._seen.get(site_name(name, site))
             if seen is None or seen.layout != site.layout:  # an optimizer may choose blocks at the first forward
-                seen = self._seen[full_name] = Seen(layer, site, self.samples)
+                seen = self._seen[site_name(name, site)] = Seen(layer, site, self.samples)
             seen.layer, seen.whitening, seen.centred = layer, site.whitening, layer.centred(site)
             with torch.inference_mode(False), torch.no_grad():
                 seen.add(layer.input_rows(site, h.detach()))
@@ -191,24 +179,20 @@ class Monitor:
 
     def _measure(self, name: str, seen: Seen) -> Row:
         w, moments, channels = seen.whitening, seen.moments(), seen.layout.channels
-        row = Row(self.updates, name, channels, len(seen), math.nan if w is None else w.eps, (), math.nan, math.nan)
+        eps = math.nan if w is None else w.eps
         if moments is None:
-            return row
-        owner, options = seen.layer.owner, seen.layer.options
-        damping = owner.damping if isinstance(owner, Refresher) else self.damping
-        eps = eps_of(damping, moments, channels) if w is None else w.eps
+            return Row(self.updates, name, channels, len(seen), eps, (), math.nan, math.nan)
+        if w is None:
+            owner = seen.layer.owner
+            eps = eps_of(owner.damping if isinstance(owner, Refresher) else self.damping, moments, channels)
         spectrum = input_spectrum(moments, seen.centred)[:channels]  # blocks may be filled up with zeros
-        row = replace(
-            row,
-            eps=eps,
-            spectrum=tuple(spectrum.tolist()) if self.keep_spectrum else (),
-            condition=condition_number(spectrum, eps),
-            condition_undamped=condition_number(spectrum, floor=self.floor),
-        )
+        kept = tuple(spectrum.tolist()) if self.keep_spectrum else ()
+        conditions = condition_number(spectrum, eps), condition_number(spectrum, floor=self.floor)
+        row = Row(self.updates, name, channels, len(seen), eps, kept, *conditions)
         if w is None:
             return row
         drift, chance = drift_from_white(moments, w)
-        rescaled = isinstance(options, Explicit) and options.plus
+        rescaled = isinstance(seen.layer.options, Explicit) and seen.layer.options.plus
         white = condition_number(whitened_spectrum(moments, w)) if self.whitened_condition else None
         return replace(row, drift=drift, chance=None if rescaled else chance, condition_whitened=white)
 
@@ -231,7 +215,7 @@ def _check_when(when: object, window: int) -> None:
         raise TypeError(f"when is a number of updates, or a set or range of them; got {type(when).__name__}")
     few = [*when[:2], *when[-1:]] if isinstance(when, range) else list(when)  # of a range, enough to know all
     for update in few:
-        check_count("when", int(update) if isinstance(update, Integral) and not isinstance(update, bool) else update, 0)
+        check_count("when", update, 0)
     for one, other in pairwise(sorted(set(few))):
         if other - one < window:
             raise ValueError(f"a window of {window} updates does not fit between measurements at {one} and {other}")
@@ -242,12 +226,10 @@ def _numbers(callback: Callback, model: nn.Module) -> dict[str, float]:
         found = callback(model)
     if not isinstance(found, Mapping):
         raise TypeError(f"the monitor's callback returns a dict of numbers, got {type(found).__name__}")
-    numbers = {name: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for name, x in found.items()}
-    for name, value in numbers.items():
-        if not isinstance(value, Real):
-            kind = type(value).__name__
-            raise TypeError(f"the monitor's callback returns numbers by name, but {name!r} is a {kind}")
-    return {str(name): float(value) for name, value in numbers.items()}
+    for name, value in found.items():
+        if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.numel() == 1):
+            raise TypeError(f"the monitor's callback returns numbers by name, but {name!r} is a {type(value).__name__}")
+    return {str(name): float(x.detach() if isinstance(x, Tensor) else x) for name, x in found.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -15,8 +15,6 @@ from prong.core.whitening import Whitening
 from prong.layers import Kind, Site
 from prong.layers.site import Inputs
 
-MIXERS = (2654435769, 2246822507, 3266489909)
-
 
 class Listener:
     """A layer's forward pre-hook: while its observer is `listening`, shows it what the layer is called with.
@@ -33,8 +31,8 @@ class Listener:
             self._look(module, args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # statistics are Python objects
-    def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._observer.look(self._name, module, args, kwargs)
+    def _look(self, *call: Any) -> None:
+        self._observer.look(self._name, *call)
 
     def __reduce__(self) -> tuple[type[Listener], tuple[()]]:
         return Listener, ()
@@ -43,8 +41,8 @@ class Listener:
 class Seen:
     """Some rows of a site's inputs, evenly spread over all that passed, and the whitening they met.
 
-    Row i of all that passed has a key, the bits of i mixed. The rows with the smallest keys count, which are the same
-    whatever calls they come in. Regular spacing would favour some positions of maps, or some examples.
+    Every row that passes draws a number; the rows with the smallest count, whatever calls they come in. Regular spacing
+    would favour some positions of maps, or some examples.
     """
 
     def __init__(self, layer: Kind, site: Site, samples: int) -> None:
@@ -52,27 +50,26 @@ class Seen:
         self.whitening: Whitening | None = None
         self.centred = True
         self._empty: Moments = site.new_window(layer.pair(site)[0]).moments
-        self._keys = torch.zeros(0, dtype=torch.int64)
-        self.kept: Tensor | None = None  # (groups, rows, in), in the order in which they passed
+        self.kept = self._empty.mean.new_zeros(site.layout.matrices, 0, site.layout.features)  # in order of passing
+        self._numbers, self._generator = torch.zeros(0, dtype=torch.float64), torch.Generator().manual_seed(0)
         self._passed, self._zeros = 0, 0.0
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._numbers)
 
     def add(self, inputs: Inputs) -> None:
         """Let rows and padded zeros pass, and keep copies of those that count."""
-        known, total = len(self._keys), inputs.rows.shape[1]
-        keys = torch.cat([self._keys, _mixed(torch.arange(self._passed, self._passed + total))])
+        known, total = len(self), inputs.rows.shape[1]
+        drawn = torch.rand(total, generator=self._generator, dtype=torch.float64)
+        numbers = torch.cat([self._numbers, drawn])
         self._passed, self._zeros = self._passed + total, self._zeros + inputs.zeros
-        chosen = keys.topk(min(len(keys), self.samples), largest=False).indices.sort().values
-        rows = inputs.rows.index_select(1, (chosen[chosen >= known] - known).to(inputs.rows.device))
-        if self.kept is not None:
-            rows = torch.cat([self.kept.index_select(1, chosen[chosen < known].to(rows.device)), rows], dim=1)
-        self._keys, self.kept = keys[chosen], rows
+        chosen = numbers.topk(min(len(numbers), self.samples), largest=False).indices.sort().values
+        old, new = (x.to(inputs.rows.device) for x in (chosen[chosen < known], chosen[chosen >= known] - known))
+        self._numbers = numbers[chosen]
+        self.kept = torch.cat([self.kept[:, old], inputs.rows[:, new].to(self.kept)], dim=1)
 
     def moments(self) -> Moments | None:
         """Those of the rows kept, and of padded zeros in proportion; None if they are not finite."""
-        assert self.kept is not None
         moments = self._empty.empty()
         try:
             moments.add(self.kept)
@@ -80,13 +77,6 @@ class Seen:
             return None
         moments.add_zeros(self._zeros * len(self) / self._passed)
         return moments
-
-
-def _mixed(numbers: Tensor) -> Tensor:
-    """Numbers below 2^32 in an order without pattern; different ones stay different."""
-    for factor in MIXERS:  # odd, so that each step can be undone
-        numbers = (numbers ^ (numbers >> 16)) * factor % 2**32
-    return numbers ^ (numbers >> 16)
 
 
 def fitting(names: Iterable[str], layers: str | Iterable[str] | None, what: str) -> list[str]:
@@ -112,8 +102,7 @@ def patches(layer: Any, h: Tensor) -> Tensor:
     h = h if h.dim() == dims + 2 else h.unsqueeze(0)
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     h = F.pad(h, layer._reversed_padding_repeated_twice, mode=mode)
-    for i in range(dims):
-        reach = layer.dilation[i] * (layer.kernel_size[i] - 1) + 1
-        h = h.unfold(2 + i, reach, layer.stride[i])[..., :: layer.dilation[i]]
+    for i, (size, step, dilation) in enumerate(zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)):
+        h = h.unfold(2 + i, dilation * (size - 1) + 1, step)[..., ::dilation]
     h = h.flatten(2 + dims).movedim(1, -2)  # (examples, *positions, channels, taps)
     return h.reshape(-1, layer.groups, h.shape[-2] // layer.groups, h.shape[-1]).transpose(0, 1)

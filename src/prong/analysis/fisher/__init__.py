@@ -3,13 +3,9 @@
 In the canonical parameters or in whitened coordinates. Models come out as they went in. docs/fisher.md has examples.
 """
 
-from prong.analysis.fisher.kronecker import Factors as Factors
-from prong.analysis.fisher.kronecker import factors as factors
-from prong.analysis.fisher.matrices import Operator as Operator
-from prong.analysis.fisher.matrices import blocks as blocks
-from prong.analysis.fisher.matrices import dense as dense
-from prong.analysis.fisher.matrices import slices as slices
-from prong.analysis.fisher.spectra import Extremes as Extremes
-from prong.analysis.fisher.spectra import Spectrum as Spectrum
-from prong.analysis.fisher.spectra import extreme_eigenvalues as extreme_eigenvalues
-from prong.analysis.fisher.spectra import spectrum as spectrum
+from prong.analysis.fisher.kronecker import Factors, factors
+from prong.analysis.fisher.matrices import Operator, blocks, dense, slices
+from prong.analysis.fisher.spectra import Extremes, Spectrum, extreme_eigenvalues, spectrum
+
+__all__ = ["Extremes", "Factors", "Operator", "Spectrum", "blocks", "dense", "extreme_eigenvalues"]
+__all__ += ["factors", "slices", "spectrum"]

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import jvp, vjp, vmap
 
 from prong.analysis.fisher.coordinates import Coordinates
-from prong.analysis.fisher.outputs import each_exact_row, sampled_rows, times_output_fisher
-from prong.analysis.fisher.snapshot import (
-    Snapshot,
-    as_ordinary,
-    count_examples,
-    differentiable,
-    ordinary,
-    pieces,
-    tensors_of,
-    with_tensors,
-)
-from prong.core.moments import accumulation_dtype
-from prong.gradients.outputs import Distribution
+from prong.analysis.fisher.snapshot import Snapshot, as_ordinary, count_examples, each_exact_row, pieces
+from prong.core.precision import accumulation_dtype
+from prong.gradients.outputs import Distribution, sampled_output_gradient
 from prong.model.estimate import Forward
 from prong.options import check_count
 
@@ -53,41 +42,24 @@ def blocks(
     max_bytes: float = MAX_BYTES,
     forward: Forward | None = None,
 ) -> dict[str, Tensor]:
-    """Diagonal blocks of the Fisher matrix, by name.
+    """Diagonal blocks of the Fisher matrix, by name; the model is taken in eval mode, and left as it is.
 
-    Labels are integrated exactly, or sampled if `draws` is given. The model is taken in eval mode, whatever mode it is
-    in, and is left as it is.
-
-    Args:
-        model: any module that `torch.func.vmap` can run, plain or whitened in any form.
-        batches: an iterable of batches, or one tensor; examples are the first dimension.
-        distribution: "categorical" (logits, classes at dimension 1), "bernoulli" (logits) or "gaussian" (means, unit
-            variance). The log-likelihood of an example is summed over its positions.
-        names: of layers (their parameters, and those of layers inside them) or of parameters in the given coordinates:
-            "0", "0.weight", "0.V". None is one block for every layer that has parameters of its own. Parameters that
-            layers share belong to the first.
-        coordinates: "canonical" is W, b of every layer; "whitened" is V, d of whitened layers, canonical elsewhere.
-        draws: estimate with so many labels per example, drawn from the model; the exact Fisher is the expectation.
-        generator: where the draws come from.
-        chunk: how many examples are differentiated at once. They take chunk x outputs x (size + outputs) numbers; by
-            default these stay within 2^28 bytes.
-        max_bytes: refuse matrices that would take more.
-        forward: how to run the model on a batch; default `model(batch)`, `model(batch[0])` or `model(**batch)`.
+    `names` are those of layers, with all inside them, or of parameters in the given coordinates: "0", "0.weight",
+    "0.V"; None is one block for every layer that has parameters of its own. Coordinates are "canonical", W and b of
+    every layer, or "whitened", V and d of whitened layers. With `draws` and a `generator`, so many labels per example
+    are drawn from the model instead of summed over. `chunk` examples are differentiated at once; by default, as many as
+    keep their gradients within 2^28 bytes. `forward(model, batch)` runs the model, if it is not as `refresh_` does.
 
     Raises:
         ValueError: matrices of more than `max_bytes`, or a model without an output per example.
         FloatingPointError: an output that is not finite.
     """
     snapshot = Snapshot(model, distribution, coordinates, names, forward)
-    if chunk is not None:
-        check_count("chunk", chunk, 1)
     if (draws is None) != (generator is None):
-        raise ValueError(
-            "a sampled Fisher needs draws and generator, the exact one neither: "
-            "e.g. draws=1, generator=torch.Generator().manual_seed(0)"
-        )
-    if draws is not None:
-        check_count("draws", draws, 1)
+        raise ValueError("a sampled Fisher needs draws and generator, as in draws=1, generator=torch.Generator()")
+    for name, count in {"chunk": chunk, "draws": draws}.items():
+        if count is not None:
+            check_count(name, count, 1)
     where = {  # a module's parameters are neighbours in the model's order
         name: slice(snapshot.slices[members[0]].start, snapshot.slices[members[-1]].stop)
         for name, members in snapshot.groups.items()
@@ -98,9 +70,8 @@ def blocks(
     if wanted > max_bytes:
         raise ValueError(
             f"this Fisher has {' + '.join(f'{n} x {n}' for n in sizes.values())} entries and would take "
-            f"{wanted / 1e9:.3g} GB, more than max_bytes ({max_bytes / 1e9:.3g} GB). Use prong.fisher.Operator for "
-            "products with it and extreme_eigenvalues for its spectrum, prong.fisher.blocks for some layers only, or a "
-            "larger max_bytes."
+            f"{wanted / 1e9:.3g} GB, more than max_bytes ({max_bytes / 1e9:.3g} GB). Use prong.fisher.Operator, which "
+            "extreme_eigenvalues takes too, prong.fisher.blocks for some layers only, or a larger max_bytes."
         )
     examples = 0
     with snapshot.quiet():
@@ -123,9 +94,8 @@ class Operator:
     """The Fisher matrix F = 1/N sum_n J_n^T H_n J_n as a linear map: `operator @ v` for v (size,) or (size, k).
 
     A product is one forward-mode and one reverse-mode derivative for every chunk of examples: memory is that of a
-    training step on `chunk` examples. F is that of the model at the time this is made: later updates are not seen. The
-    batches are kept and not copied: what is done to them in place changes later products. Arguments are as in `blocks`,
-    and `slices` tells which entries belong to which parameter.
+    training step on them. The model is copied and the batches are not: leave them as they are. Arguments are as in
+    `blocks`, and `slices` tells which entries belong to which parameter.
     """
 
     def __init__(
@@ -140,15 +110,11 @@ class Operator:
     ) -> None:
         check_count("chunk", chunk, 1)
         self._snapshot = snapshot = Snapshot(model, distribution, coordinates, [""], forward)
-        with ordinary():
-            self._pieces = [piece for batch in snapshot.batches(batches) for piece in pieces(batch, chunk)]
-        self._examples = sum(count_examples(piece) for piece in self._pieces)
-        self.slices = snapshot.slices
-        self.shape = (snapshot.size, snapshot.size)
+        self.slices, self.shape = snapshot.slices, (len(snapshot.zero), len(snapshot.zero))
         self.dtype, self.device = snapshot.zero.dtype, snapshot.zero.device
         with snapshot.quiet():
-            for piece in self._pieces:
-                snapshot.checked_output(piece)
+            self._pieces = [piece for batch in snapshot.batches(batches) for piece in pieces(batch, chunk)]
+            self._examples = sum(len(snapshot.checked_output(piece)) for piece in self._pieces)
 
     def __matmul__(self, v: Tensor) -> Tensor:
         """F v, or F V column by column."""
@@ -158,55 +124,31 @@ class Operator:
             raise TypeError(f"this model is in {self.dtype}, the vector in {v.dtype}; convert it with v.to(...)")
         if v.dim() == 2:
             return torch.stack([self @ column for column in v.unbind(1)], dim=1) if v.shape[1] else torch.zeros_like(v)
-        with self._snapshot.quiet(), differentiable():
+        with self._snapshot.quiet():
             v = as_ordinary(v.detach())
-            return sum((self._of_piece(piece, v) for piece in self._pieces), torch.zeros_like(v)) / self._examples
-
-    def _of_piece(self, piece: Any, v: Tensor) -> Tensor:
-        """The sum of J_n^T H_n J_n v over the examples of a piece."""
-        snapshot = self._snapshot
-
-        def output(change: Tensor) -> Tensor:
-            return snapshot.output(change, piece)
-
-        with warnings.catch_warnings():  # torch's own forward mode is set up by means that it deprecates
-            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
-            z, tz = jvp(output, (snapshot.zero,), (v,))  # type: ignore[misc]
-        _, backward = vjp(output, snapshot.zero)  # type: ignore[misc]
-        (product,) = backward(times_output_fisher(z, snapshot.distribution, tz))
-        return product  # type: ignore[no-any-return]
+            return sum((self._snapshot.times_fisher(p, v) for p in self._pieces), torch.zeros_like(v)) / self._examples
 
 
 def _gradient_rows(
     snapshot: Snapshot, batches: Any, draws: int | None, generator: torch.Generator | None, chunk: int | None
 ) -> Iterator[Tensor]:
-    """S_n^T J_n with S_n S_n^T = H_n, for the examples of one chunk after the other: (examples, rows, size)."""
+    """S_n^T J_n with S_n S_n^T = H_n, or in expectation, for one chunk of examples after the other.
+
+    Shapes: (examples, rows, size).
+    """
     for batch in snapshot.batches(batches):
         for piece in pieces(batch, chunk or _affordable(snapshot, batch, draws)):
             output = snapshot.checked_output(piece)
-            if draws is None or generator is None:
+            if draws is None:
                 rows = torch.stack(list(each_exact_row(output, snapshot.distribution)), dim=1)
             else:
-                rows = sampled_rows(output, snapshot.distribution, draws, generator)
-            yield _pulled_back(snapshot, piece, rows)
-
-
-def _pulled_back(snapshot: Snapshot, piece: Any, rows: Tensor) -> Tensor:
-    """The gradients (examples, rows, size) of every example's output, weighted by rows (examples, rows, ...)."""
-
-    def of_example(tensors: list[Tensor], own_rows: Tensor) -> Tensor:
-        example = with_tensors(piece, (x.unsqueeze(0) for x in tensors))
-        _, backward = vjp(lambda change: snapshot.output(change, example).squeeze(0), snapshot.zero)  # type: ignore[misc]
-        pulled: Tensor = vmap(lambda row: backward(row)[0])(own_rows)
-        return pulled
-
-    with differentiable("example by example "):
-        gradients: Tensor = vmap(of_example)(tensors_of(piece), rows)
-        return gradients
+                scores = [sampled_output_gradient(output, snapshot.distribution, generator) for _ in range(draws)]
+                rows = torch.stack(scores, dim=1) / math.sqrt(draws)
+            yield snapshot.pulled_back(piece, rows)
 
 
 def _affordable(snapshot: Snapshot, batch: Any, draws: int | None) -> int:
     """How many examples' gradients fit into what a chunk may take; at least one."""
     output = snapshot.checked_output(next(pieces(batch, 1)))
-    per_example = (draws or output.numel()) * (snapshot.size + output.numel()) * output.element_size()
+    per_example = (draws or output.numel()) * (len(snapshot.zero) + output.numel()) * output.element_size()
     return max(1, min(count_examples(batch), GRADIENT_BYTES // per_example))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from prong.analysis.fisher.coordinates import COORDINATES, Coordinates, charts
-from prong.core.moments import full_precision
+from prong.analysis.fisher.coordinates import COORDINATES, Coordinates, canonical_changes, charts
+from prong.core.precision import full_precision
 from prong.gradients.outputs import DISTRIBUTIONS, Distribution
 from prong.model.estimate import Forward, as_batches, call_model, inputs_of, undisturbed
 from prong.model.whiten import check_model, fold_
@@ -37,6 +40,12 @@ class Snapshot:
 
     Copies of whitened layers are folded: their gradients are ordinary ones, and nothing that a training run gathers
     sees them. Parameters that are not trained (`requires_grad=False`) are constants.
+
+    Attributes:
+        groups: the names of the parameters of each block, in the coordinates.
+        plain_names: the names of the chosen parameters in the coordinates, and in the plain model.
+        slices: where they are in the vector of all.
+        zero: that vector at no change, where derivatives are taken.
     """
 
     def __init__(
@@ -53,42 +62,59 @@ class Snapshot:
         if coordinates not in COORDINATES:
             raise ValueError(f"coordinates are {' or '.join(map(repr, COORDINATES))}, got {coordinates!r}")
         self.distribution, self._takes_pairs = distribution, forward is None
-        with ordinary():
-            self.caller = _Caller(plain_copy(model), forward or call_model)
+        with torch.inference_mode(False), torch.no_grad():
+            self.caller = _Caller(_plain_copy(model), forward or call_model)
+            self.charts = charts(model) if coordinates == "whitened" else []
+            renamed = {old: new for chart in self.charts for old, new in chart.names.items()}
             parameters = {name: p for name, p in self.caller.model.named_parameters() if p.is_floating_point()}
-            maps = charts(model) if coordinates == "whitened" else []
-            renamed = {plain: new for chart in maps for plain, new in chart.names.items()}
             trained = {renamed.get(name, name): name for name, p in parameters.items() if p.requires_grad}
             if not trained:
                 raise ValueError("no parameter of this model is trained: all have requires_grad=False")
-            self.groups = choose(trained, names)  # the parameters of each block, by their names in the coordinates
+            self.groups = _choose(trained, names)
             chosen = {member for members in self.groups.values() for member in members}
             self.plain_names = {new: old for new, old in trained.items() if new in chosen}
-            wanted = set(self.plain_names.values())
-            self.charts = [chart for chart in maps if wanted & set(chart.names)]
-            mapped = {name for chart in self.charts for name in chart.names}
-            self._parameters = {name: p.detach() for name, p in parameters.items() if name in wanted | mapped}
-            self._sizes = [parameters[old].numel() for old in self.plain_names.values()]
-            ends = torch.tensor([0, *self._sizes]).cumsum(0).tolist()
-            # Where each parameter is in the vector of all, and that vector of zeros: the change to differentiate at.
-            self.slices = {new: slice(*ends[i : i + 2]) for i, new in enumerate(self.plain_names)}
-            self.zero = next(iter(self._parameters.values())).new_zeros(ends[-1])
-
-    @property
-    def size(self) -> int:
-        """How many parameters there are."""
-        return len(self.zero)
+            self._parameters = {name: p.detach() for name, p in parameters.items()}
+            own = [self._parameters[old] for old in self.plain_names.values()]
+            self._sizes = [p.numel() for p in own]
+            ends = pairwise([0, *accumulate(self._sizes)])
+            self.slices = {name: slice(*pair) for name, pair in zip(self.plain_names, ends, strict=True)}
+            self.zero = own[0].new_zeros(sum(self._sizes))
 
     def output(self, change: Tensor, batch: Any) -> Tensor:
         """The model's output when the parameters are changed by a vector (size,) in the coordinates."""
         changes = {name: torch.zeros_like(p) for name, p in self._parameters.items()}
-        for old, part in zip(self.plain_names.values(), torch.split(change, self._sizes), strict=True):
-            changes[old] = part.view(changes[old].shape)
-        for chart in self.charts:
-            changes |= chart.to_canonical(changes)
+        for name, part in zip(self.plain_names.values(), torch.split(change, self._sizes), strict=True):
+            changes[name] = part.view(changes[name].shape)
+        changes |= canonical_changes(self.charts, changes)
         named = {f"model.{name}": p + changes[name].to(p.dtype) for name, p in self._parameters.items()}
         output: Tensor = functional_call(self.caller, named, (batch,))
         return output
+
+    def pulled_back(self, batch: Any, rows: Tensor) -> Tensor:
+        """The gradients (examples, rows, size) of every example's output, weighted by rows (examples, rows, ...)."""
+
+        def of_example(example: Any, own_rows: Tensor) -> Tensor:
+            alone = tree_map_only(Tensor, lambda x: x.unsqueeze(0), example)
+            _, backward = vjp(lambda change: self.output(change, alone).squeeze(0), self.zero)  # type: ignore[misc]
+            pulled: Tensor = vmap(lambda row: backward(row)[0])(own_rows)
+            return pulled
+
+        examples_at = tree_map(lambda x: 0 if isinstance(x, Tensor) else None, batch)
+        with _differentiable("example by example "):
+            gradients: Tensor = vmap(of_example, in_dims=(examples_at, 0))(batch, rows)
+            return gradients
+
+    def times_fisher(self, batch: Any, v: Tensor) -> Tensor:
+        """The sum of J_n^T H_n J_n v over the examples of a batch; H_n J_n v is how the mean labels move along v."""
+
+        def output(change: Tensor) -> Tensor:
+            return self.output(change, batch)
+
+        with _differentiable(), warnings.catch_warnings():  # torch's forward mode is set up by means that it deprecates
+            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+            _, moved = jvp(lambda change: mean_label(output(change), self.distribution), (self.zero,), (v,))  # type: ignore[misc]
+            product: Tensor = vjp(output, self.zero)[1](moved)[0]
+            return product
 
     def checked_output(self, batch: Any) -> Tensor:
         """The model's output on a batch of examples; what cannot be the distribution's parameters is refused."""
@@ -103,10 +129,8 @@ class Snapshot:
                 "Pass forward=lambda model, batch: ... that picks it."
             )
         if output.dim() == 0 or output.shape[0] != examples:
-            raise ValueError(
-                f"{examples} examples gave an output of shape {tuple(output.shape)}. Examples are the first dimension "
-                "of inputs and of the output; the output is not a mean over them."
-            )
+            shape = tuple(output.shape)
+            raise ValueError(f"{examples} examples, but they are not the first dimension of an output of shape {shape}")
         if self.distribution == "categorical" and output.dim() < 2:
             raise ValueError("categorical outputs have classes at dimension 1; for one number each use bernoulli")
         if not torch.isfinite(output).all():
@@ -114,7 +138,7 @@ class Snapshot:
         return output
 
     def batches(self, batches: Any) -> Iterator[Any]:
-        """What the model is called with, batch by batch: targets are left out. Tensors of inference mode are copied."""
+        """What the model is called with, batch by batch: targets are left out."""
         seen = False
         for batch in as_batches(batches):
             seen = True
@@ -126,25 +150,45 @@ class Snapshot:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Without grad mode, autocast, fused kernels (no forward-mode derivatives), or a change of random state."""
+        """Without grad or inference mode, autocast, fused kernels (no forward-mode derivatives), or random effects."""
         with undisturbed(self.caller), full_precision(self.zero), sdpa_kernel(SDPBackend.MATH):
             yield
 
 
-@contextmanager
-def ordinary() -> Iterator[None]:
-    """Without inference mode, whose tensors cannot be differentiated, and without grad mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+def mean_label(output: Tensor, distribution: Distribution) -> Tensor:
+    """The mean of the label (its probabilities), whose derivative is H, the Fisher of the output distribution.
+
+    Labels are an exponential family with the output as its natural parameters. Those of all positions of an example are
+    independent, and H is a sum over them; docs/fisher.md has the table.
+    """
+    if distribution == "categorical":
+        return output.softmax(1)
+    return output.sigmoid() if distribution == "bernoulli" else output
+
+
+def each_exact_row(output: Tensor, distribution: Distribution) -> Iterator[Tensor]:
+    """Rows s with sum_r s_r s_r^T = H for every example, each shaped as the output; as many as it has outputs.
+
+    Categorical ones are sqrt(p_y) (e_y - p), the scores of labels, weighted by their probabilities.
+    """
+    p = mean_label(output, distribution)
+    for i in range(output[0].numel()):
+        e = torch.zeros_like(output).reshape(len(output), -1)
+        e[:, i] = 1
+        e = e.view(output.shape)
+        if distribution == "categorical":
+            yield p.sqrt() * e - p * (p.sqrt() * e).sum(1, keepdim=True)
+        else:
+            yield (p * (-output).sigmoid()).sqrt() * e if distribution == "bernoulli" else e
 
 
 def as_ordinary(x: Tensor) -> Tensor:
-    """The tensor itself, or a copy of one that was made in inference mode; under `ordinary`."""
+    """The tensor itself, or a copy of one made in inference mode, which cannot be differentiated."""
     return x.clone() if x.is_inference() else x
 
 
 @contextmanager
-def differentiable(how: str = "") -> Iterator[None]:
+def _differentiable(how: str = "") -> Iterator[None]:
     """Say so where torch.func cannot differentiate a model."""
     try:
         yield
@@ -152,13 +196,30 @@ def differentiable(how: str = "") -> Iterator[None]:
         raise ValueError(f"the model cannot be differentiated {how}with torch.func: {error}") from error
 
 
-def plain_copy(model: nn.Module) -> nn.Module:
+def count_examples(batch: Any) -> int:
+    """The first dimension of the batch's tensors, which must agree."""
+    shapes = [tuple(x.shape) for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    counts = {shape[0] if shape else 0 for shape in shapes}
+    if len(counts) != 1 or 0 in counts:
+        found = ", ".join(map(str, shapes)) or "none"
+        raise ValueError(
+            f"examples are the first dimension of every tensor of a batch, at least one; got shapes {found}"
+        )
+    return counts.pop()
+
+
+def pieces(batch: Any, chunk: int) -> Iterator[Any]:
+    """The batch in pieces of at most `chunk` examples."""
+    for start in range(0, count_examples(batch), chunk):
+        yield tree_map_only(Tensor, itemgetter(slice(start, start + chunk)), batch)
+
+
+def _plain_copy(model: nn.Module) -> nn.Module:
     """A folded copy in eval mode, without backward hooks: torch.func cannot run them, and nothing needs them."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.running_mean is None:
             raise ValueError(
-                f"layer {name!r} normalises by the statistics of the batch even in eval mode, so an example has no "
-                "output of its own. Give it track_running_stats=True."
+                f"layer {name!r} normalises by the batch even in eval mode; give it track_running_stats=True"
             )
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters(recurse=False)):
             raise ValueError(f"layer {name!r} is lazy; run one forward first, so that it knows its size")
@@ -172,7 +233,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
     return plain.eval()
 
 
-def choose(trained: Iterable[str], names: Iterable[str] | None) -> dict[str, list[str]]:
+def _choose(trained: Iterable[str], names: Iterable[str] | None) -> dict[str, list[str]]:
     """The parameters of each block: those of a layer or of everything below it, or one. None: one block per layer."""
     groups: dict[str, list[str]] = {}
     if names is None:
@@ -182,35 +243,5 @@ def choose(trained: Iterable[str], names: Iterable[str] | None) -> dict[str, lis
     for name in [names] if isinstance(names, str) else names:
         groups[name] = [m for m in trained if name in ("", m) or m.startswith(f"{name}.")]
         if not groups[name]:
-            raise ValueError(
-                f"no trained parameter is {name!r} or in a layer of that name. There are: {', '.join(trained)}"
-            )
+            raise ValueError(f"no trained parameter is {name!r} or in such a layer. There are: {', '.join(trained)}")
     return groups
-
-
-def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, in order; what else there is in tuples, lists and dicts is passed on as it is."""
-    return [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
-
-
-def with_tensors(batch: Any, tensors: Iterable[Tensor]) -> Any:
-    """The batch with other tensors in the places of its own."""
-    new = iter(tensors)
-    return tree_map_only(Tensor, lambda _: next(new), batch)
-
-
-def count_examples(batch: Any) -> int:
-    """The first dimension of the batch's tensors, which must agree."""
-    counts = {int(x.shape[0]) if x.dim() else 0 for x in tensors_of(batch)}
-    if len(counts) != 1 or 0 in counts:
-        found = ", ".join(str(tuple(x.shape)) for x in tensors_of(batch))
-        raise ValueError(
-            f"examples are the first dimension of every tensor of a batch, at least one; got shapes {found or 'none'}"
-        )
-    return counts.pop()
-
-
-def pieces(batch: Any, chunk: int) -> Iterator[Any]:
-    """The batch in pieces of at most `chunk` examples."""
-    for start in range(0, count_examples(batch), chunk):
-        yield with_tensors(batch, [x[start : start + chunk] for x in tensors_of(batch)])

@@ -1,7 +1,6 @@
 """Uses of the spectrum of a layer's inputs: dropout of directions, and compression of trained networks."""
 
-from prong.analysis.spectral.compression import compress as compress
-from prong.analysis.spectral.dropout import dropout_ as dropout_
-from prong.analysis.spectral.dropout import keep_probabilities as keep_probabilities
-from prong.analysis.spectral.report import Layer as Layer
-from prong.analysis.spectral.report import Report as Report
+from prong.analysis.spectral.compression import Layer, Report, compress
+from prong.analysis.spectral.dropout import dropout_, keep_probabilities
+
+__all__ = ["Layer", "Report", "compress", "dropout_", "keep_probabilities"]

@@ -68,16 +68,15 @@ def equal_shares(options: Options, budget: int) -> Choice:
             for name, layer in several.items()
         }
 
-    # The largest share that fits: a larger one never makes it smaller.
-    return at(shares[max(0, bisect_right(shares, budget, key=lambda share: total_parameters(at(share))) - 1)])
+    fitting = bisect_right(shares, budget, key=lambda share: total_parameters(at(share)))  # which it grows with
+    return at(shares[max(0, fitting - 1)])
 
 
 def least_error(options: Options, budget: int) -> Choice:
     """Small error over all layers within a budget: parameters go where they save most error each.
 
-    From every layer's smallest option, steps along the lower convex hulls of (parameters, error) are taken in the
-    order of error saved per parameter, which gives the least error for the parameters it ends with. What is left
-    of the budget goes to the single change that saves most, again and again. Never worse than `equal_shares`.
+    Steps along the lower convex hulls of (parameters, error) are taken in the order of error saved per parameter. What
+    is left of the budget goes to the single change that saves most, again and again. Never worse than `equal_shares`.
     """
     several = _within(options, budget)
     choice = {name: layer[0] for name, layer in several.items()}
@@ -86,10 +85,10 @@ def least_error(options: Options, budget: int) -> Choice:
     full: set[str] = set()
     for _, name, option in sorted(steps, key=lambda step: step[0]):
         cost = option.parameters - choice[name].parameters
-        if name in full or cost > spare:
+        if cost > spare:
             full.add(name)
-            continue
-        choice[name], spare = option, spare - cost
+        if name not in full:
+            choice[name], spare = option, spare - cost
     while changes := [
         (o.error - choice[name].error, name, o)
         for name, layer in several.items()

@@ -5,21 +5,87 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
 
 from prong.analysis.observation import Listener, fitting
-from prong.analysis.spectral.allocation import ALLOCATIONS, Choice, Options, keep_share, worthwhile
-from prong.analysis.spectral.probing import Compressible, distances, probe
+from prong.analysis.spectral.allocation import ALLOCATIONS, Options, Plan, keep_share, worthwhile
+from prong.analysis.spectral.probing import Compressible, Probe, distances
 from prong.analysis.spectral.replacement import Criterion, Subject
-from prong.analysis.spectral.report import Layer, Report
-from prong.model.estimate import Forward, as_batches
+from prong.model.estimate import Forward, as_batches, call_model, run_batches, undisturbed
+from prong.model.tables import aligned
 from prong.model.whiten import check_model, fold_, shared_parameters, why_not
 from prong.options import check_count
 
 Allocation = Literal["least", "equal"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One line of a report: sizes before and after, and errors.
+
+    These are mean squared distances of outputs as shares of their variance, of their mean square without a bias.
+    """
+
+    name: str
+    kind: str  # the type it had
+    parameters: tuple[int, int]
+    flops: tuple[float, float] | None  # additions and multiplications for one example, of Linear and convolutions
+    plan: Plan = "plain"  # see `Option`
+    rank: tuple[int, int] | None = None  # and the largest that there can be by its plan
+    expected: float = 0.0  # the error on the given network's inputs to this layer, from their statistics
+    measured: float = 0.0  # the error within the compressed network, where inputs have changed too
+    note: str = ""  # why the layer was left as it is, if it was
+
+
+@dataclass(frozen=True)
+class Report:
+    """A line for each layer with parameters of its own, and totals; prints as a table."""
+
+    layers: tuple[Layer, ...]
+    parameters: tuple[int, int]  # of the network, before and after; tied ones count once
+    output_error: float  # E||f - g||^2 / E||f - E f||^2, f and g what the given and the compressed network return
+
+    @property
+    def flops(self) -> tuple[float, float]:
+        """Additions and multiplications for one example in Linear and convolutional layers, before and after."""
+        counted = [layer.flops for layer in self.layers if layer.flops is not None]
+        return sum(before for before, _ in counted), sum(after for _, after in counted)
+
+    @property
+    def expected(self) -> float:
+        """The sum of the layers' expected errors."""
+        return sum(layer.expected for layer in self.layers)
+
+    def __getitem__(self, name: str) -> Layer:
+        """The line of a layer."""
+        lines = {layer.name: layer for layer in self.layers}
+        if name in lines:
+            return lines[name]
+        raise KeyError(f"no line for a layer {name!r}: there are {', '.join(map(repr, lines))}")
+
+    def __str__(self) -> str:
+        sizes = ("parameters", "after", "flops", "after")
+        head = ("layer", "kind", "plan", "rank", *sizes, "expected", "measured", "note")
+        lines = [
+            (
+                layer.name,
+                layer.kind,
+                layer.plan,
+                "" if layer.rank is None else f"{layer.rank[0]}/{layer.rank[1]}",
+                *(f"{n:,}" for n in layer.parameters),
+                *(("", "") if layer.flops is None else (f"{n:,.0f}" for n in layer.flops)),
+                *("" if layer.rank is None else f"{error:.2e}" for error in (layer.expected, layer.measured)),
+                layer.note,
+            )
+            for layer in self.layers
+        ]
+        totals = (f"{n:,.0f}" for n in (*self.parameters, *self.flops))
+        total = ("total", "", "", "", *totals, f"{self.expected:.2e}", f"{self.output_error:.2e}", "measured: outputs")
+        return aligned([head, *lines, total], numeric={3, 4, 5, 6, 7, 8, 9})
 
 
 def compress(
@@ -39,25 +105,16 @@ def compress(
 
         small, report = prong.spectral.compress(model, loader, parameters=0.5)
 
-    A linear layer becomes two, with `rank` units in between: the best such pair in expected squared error of its
-    outputs on its own inputs (`rank_outputs`), the mean of what is lost going into the bias. A convolution becomes one
-    to few maps and a 1 x 1 one to all outputs, or a 1 x 1 one to few maps and one from these, whichever loses less for
-    its size. Layers for which two would be no smaller stay as they are. The result is made of plain torch layers, in
-    training or eval mode as the given ones. Everything is measured in eval mode.
+    A linear layer becomes two, with `rank` units in between; a convolution one to few maps and a 1 x 1 one to all
+    outputs, or a 1 x 1 one to few maps and one from these. Layers for which two would be no smaller stay as they are;
+    layers that cannot be compressed too, and the report says why. The result is made of plain torch layers. Everything
+    is measured in eval mode, on batches that are iterated over twice, or on as many `samples` of them.
 
-    Args:
-        model: any module, whitened or not. What cannot be compressed is left alone, and the report says why.
-        batches: an iterable of batches that is iterated over twice, or one tensor; see `refresh_`.
-        parameters: a budget for the whole network: a share of its parameters (a float), or how many (an int). It is
-            spent on layers so that the sum of their lost shares of variance is small.
-        variance: instead, the share of the variance of its outputs that every layer keeps at least; with the criterion
-            "weights", of the squared singular values of its weights, which says nothing of its outputs.
-        layers: names of layers or patterns such as "encoder.*"; None takes all that can be compressed.
-        samples: look at so many examples only.
-        max_positions: of a convolution, look at so many positions per example at most; None: at all.
-        allocation: with a budget: "least" error, or "equal" shares for all layers.
-        criterion: "outputs" as described; "weights" truncates the singular values of the weights, for comparison.
-        forward: how to run the model on a batch; default `model(batch)`, `model(batch[0])` or `model(**batch)`.
+    Either `parameters` is a budget for the whole network, a share (a float) or how many (an int), which is spent on
+    layers by the `allocation`: "least" sum of their lost shares of variance, or "equal" shares for all. Or `variance`
+    is the share of the variance of its outputs that every layer keeps at least. `layers` are names or patterns. The
+    criterion "weights" truncates the singular values of the weights, for comparison. Of a convolution, at most
+    `max_positions` per example are looked at. `forward(model, batch)` runs the model, if not as `refresh_` does.
 
     Raises:
         ValueError: options out of range, a budget that is too small, layers asked for by name that cannot be
@@ -65,75 +122,68 @@ def compress(
         FloatingPointError: NaN or infinite activations; the message names the layer.
     """
     check_model(model)
-    _check_options(parameters, variance, samples, max_positions, allocation, criterion)
+    _check_budget(parameters, variance)
+    for name, count, least in (("samples", samples, 2), ("max_positions", max_positions, 1)):
+        if count is not None:
+            check_count(name, count, least)
+    if allocation not in ALLOCATIONS:
+        raise ValueError(f"allocation is one of {', '.join(ALLOCATIONS)}, got {allocation!r}")
+    if criterion not in ("outputs", "weights"):
+        raise ValueError(f"criterion is 'outputs' or 'weights', got {criterion!r}")
     batches = as_batches(batches)
     if isinstance(batches, Iterator):
         batches = list(batches)  # they are needed twice
-    modes = {name: module.training for name, module in model.named_modules()}
     reference = _unwatched(fold_(copy.deepcopy(model)).eval())
     chosen, notes = _choose(reference, layers)
-    countable = {name: m for name, m in reference.named_modules() if isinstance(m, Compressible) and _count(m)}
-    moments, rows = probe(reference, countable, chosen, batches, samples, max_positions, forward)
+    probes = {
+        name: Probe(name, layer, name in chosen, max_positions)
+        for name, layer in reference.named_modules()
+        if isinstance(layer, Compressible) and _count(layer)
+    }
+    with ExitStack() as hooks, undisturbed(reference):
+        for name, probe in probes.items():
+            hooks.enter_context(reference.get_submodule(name).register_forward_hook(probe, with_kwargs=True))
+        seen = run_batches(reference, batches, samples, forward)
     subjects: dict[str, Subject] = {}
     for name, layer in chosen.items():
-        if moments[name].count < 2:
-            notes[name] = "it saw fewer than two samples"
-            continue
-        subject = Subject(layer, moments[name], criterion)
-        if subject.varies:
+        subject = Subject(layer, probes[name].moments, criterion) if probes[name].moments.count >= 2 else None
+        if subject is not None and subject.varies:
             subjects[name] = subject
         else:
-            notes[name] = "its outputs do not vary"
+            notes[name] = "it saw fewer than two samples" if subject is None else "its outputs do not vary"
     options = {name: subject.options() for name, subject in subjects.items()}
-    whole = {name: notes[name] for name in chosen if name not in subjects}
-    choice = _allocate(reference, options, parameters, variance, allocation, whole)
+    if variance is None:
+        whole = {name: notes[name] for name in chosen if name not in subjects}
+        choice = ALLOCATIONS[allocation](options, _budget(_count(reference), parameters, options, whole))
+    else:
+        choice = keep_share(options, variance)
     small = copy.deepcopy(reference)
     for name, option in choice.items():
-        if option.plan != "plain":
-            small = _replace_(small, name, subjects[name].replacement(option))
-        else:
+        if option.plan == "plain":
             notes[name] = "no smaller pair is as good"
+        else:
+            small = _replace_(small, name, subjects[name].replacement(option))
     widths = {name: len(subject.W) for name, subject in subjects.items()}
-    measured, output_error = distances(reference, small, widths, batches, samples, forward)
+    measured, output_error = distances(reference, small, widths, batches, samples, forward or call_model)
     lines = []
-    for name, module in reference.named_modules():
-        if not any(p is not None for p in module._parameters.values()):
-            continue
-        size, flops = _count(module, recurse=False), None
-        if name in countable:
-            flops = 2 * rows[name][1] * countable[name].weight.numel()
-        line = Layer(
-            name,
-            type(module).__name__,
-            (size, size),
-            None if flops is None else (flops, flops),
-            note=notes.get(name, ""),
-        )
-        if name in subjects:
+    for name, module in _owners(reference).items():
+        size, kind, note = _count(module, recurse=False), type(module).__name__, notes.get(name, "")
+        before = 2 * probes[name].outputs / seen * probes[name].weights if name in probes else None
+        line = Layer(name, kind, (size, size), None if before is None else (before, before), note=note)
+        if name in subjects and before is not None:
             subject, option = subjects[name], choice[name]
-            line = replace(
-                line,
-                parameters=(size, option.parameters),
-                flops=(flops or 0.0, subject.flops(option, rows[name])),
-                plan=option.plan,
-                rank=(option.rank, subject.full_rank(option.plan)),
-                expected=subject.expected(option),
-                measured=measured[name] / subject.variance,
-            )
+            flops = (before, subject.flops(option, probes[name].inputs / seen, probes[name].outputs / seen))
+            rank, lost = (option.rank, subject.full_rank(option.plan)), measured[name] / subject.variance
+            sizes, expected = (size, option.parameters), subject.expected(option)
+            line = Layer(name, kind, sizes, flops, option.plan, rank, expected, lost, note)
         lines.append(line)
+    modes = {name: module.training for name, module in model.named_modules()}
     for name, module in small.named_modules():
         module.training = modes[name] if name in modes else modes[name.rpartition(".")[0]]
     return small, Report(tuple(lines), (_count(reference), _count(small)), output_error)
 
 
-def _check_options(
-    parameters: float | int | None,
-    variance: float | None,
-    samples: int | None,
-    max_positions: int | None,
-    allocation: str,
-    criterion: str,
-) -> None:
+def _check_budget(parameters: float | None, variance: float | None) -> None:
     if (parameters is None) == (variance is None):
         raise ValueError("give either parameters, a budget such as 0.5, or variance, a share to keep such as 0.99")
     name, value = ("variance", variance) if parameters is None else ("parameters", parameters)
@@ -142,14 +192,6 @@ def _check_options(
     if value < 1 if isinstance(parameters, int) else not 0 < value <= 1:
         also = "" if parameters is None else ", or an int above 0: how many"
         raise ValueError(f"{name} is a share above 0 and up to 1{also}; got {value}")
-    if samples is not None:
-        check_count("samples", samples, 2)
-    if max_positions is not None:
-        check_count("max_positions", max_positions, 1)
-    if allocation not in ALLOCATIONS:
-        raise ValueError(f"allocation is one of {', '.join(ALLOCATIONS)}, got {allocation!r}")
-    if criterion not in ("outputs", "weights"):
-        raise ValueError(f"criterion is 'outputs' or 'weights', got {criterion!r}")
 
 
 def _unwatched(model: nn.Module) -> nn.Module:
@@ -161,25 +203,26 @@ def _unwatched(model: nn.Module) -> nn.Module:
     return model
 
 
+def _owners(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules with parameters of their own."""
+    return {name: m for name, m in model.named_modules() if any(p is not None for p in m._parameters.values())}
+
+
 def _choose(model: nn.Module, layers: str | Iterable[str] | None) -> tuple[dict[str, Compressible], dict[str, str]]:
     """The layers to compress, and the reasons of those that are left alone. What was asked for by name has none."""
     modules, shared = dict(model.named_modules()), shared_parameters(model)
-    wanted = set(fitting(modules, layers, "layer"))
+    wanted = fitting(modules, layers, "layer")
     exactly = {layers} if isinstance(layers, str) else set(layers or ())
-    chosen: dict[str, Compressible] = {}
+    chosen: dict[str, Any] = {}
     reasons: dict[str, str] = {}
-    for name, module in modules.items():
-        if not any(p is not None for p in module._parameters.values()):
-            continue
+    for name, module in _owners(model).items():
         reason = _why_not_compressed(name, module, modules, shared)
-        if reason is not None:
-            if name in exactly:
-                raise ValueError(f"layer {name!r} cannot be compressed: {reason}")
-            reasons[name] = reason
-        elif name in wanted:
+        if reason is not None and name in exactly:
+            raise ValueError(f"layer {name!r} cannot be compressed: {reason}")
+        if reason is None and name in wanted:
             chosen[name] = module
         else:
-            reasons[name] = "not asked for"
+            reasons[name] = reason or "not asked for"
     if not chosen:
         raise ValueError(
             f"nothing in this {type(model).__name__} can be compressed, only Linear and Conv1d/2d/3d layers: "
@@ -190,8 +233,7 @@ def _choose(model: nn.Module, layers: str | Iterable[str] | None) -> tuple[dict[
 
 def _why_not_compressed(name: str, module: nn.Module, modules: dict[str, nn.Module], shared: set[int]) -> str | None:
     """Why a layer is left alone, or None."""
-    reason = why_not(module, shared)
-    if reason is not None:
+    if (reason := why_not(module, shared)) is not None:
         return reason
     if type(module) not in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d):
         return f"its type is {type(module).__name__}"
@@ -209,19 +251,9 @@ def _count(model: nn.Module, recurse: bool = True) -> int:
     return sum(p.numel() for p in model.parameters(recurse) if not isinstance(p, lazy))
 
 
-def _allocate(
-    model: nn.Module,
-    options: Options,
-    parameters: float | int | None,
-    variance: float | None,
-    allocation: str,
-    whole: Mapping[str, str],
-) -> Choice:
-    """The option of every layer, within the budget or with the share of variance asked for; others stay `whole`."""
-    if variance is not None:
-        return keep_share(options, variance)
+def _budget(total: int, parameters: float | None, options: Options, whole: Mapping[str, str]) -> int:
+    """How many of so many parameters the layers with options may have; others stay `whole`, for their reasons."""
     assert parameters is not None
-    total = _count(model)
     wanted = parameters if isinstance(parameters, int) else math.floor(parameters * total)
     fixed = total - sum(max(o.parameters for o in several) for several in options.values())
     least = fixed + sum(worthwhile(several)[0].parameters for several in options.values())
@@ -231,7 +263,7 @@ def _allocate(
             f"{wanted:,} of {total:,} parameters are asked for, but with rank 1 in every layer that can be compressed "
             f"{least:,} remain ({least / total:.1%}); give a larger budget{why}"
         )
-    return ALLOCATIONS[allocation](options, wanted - fixed)
+    return wanted - fixed
 
 
 def _replace_(model: nn.Module, name: str, new: nn.Module) -> nn.Module:

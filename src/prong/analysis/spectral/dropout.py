@@ -21,25 +21,16 @@ def dropout_(
 ) -> nn.Module:
     """Drop whitened directions of layers' inputs while they train, those of small variance more often; in place.
 
-        prong.whiten_(model, form="explicit")
-        prong.spectral.dropout_(model, 0.2)
-
     A layer then computes `z = V D U (h - c) + d`, D diagonal with entries 1/p with probability p and otherwise 0,
     where a direction of variance lam is kept with probability
 
         p = max(least, (lam + eps) / (lam + eps + tau))
 
-    and tau is such that on average over the directions of the layer's inputs the share `rate` is dropped. The mean of
-    z over masks is what the layer computes without dropout, and so is z in eval mode. Probabilities follow the
-    whitening: nothing is dropped before the first refresh, and they are new after each. `state_dict` stays, copies
-    have the dropout too, `fold_` removes it. Linear layers draw a mask for every row of their inputs (example or
-    token), convolutions one for every example.
+    and tau is such that on average over the directions of the layer's inputs the share `rate` is dropped. Probabilities
+    follow the whitening: nothing is dropped before the first refresh. `fold_` removes the dropout.
 
-    Args:
-        model: a model with layers in the explicit form with basis "pca".
-        rate: the mean share of directions dropped, in [0, 1 - least]. 0 removes the dropout.
-        layers: names of whitened layers or patterns such as "encoder.*". None takes all but attention.
-        least: the smallest probability of keeping a direction; what is kept is scaled by at most 1 / least.
+    Layers are in the explicit form with basis "pca": those that names or patterns fit, or all but attention. `rate` is
+    in [0, 1 - least], and 0 removes the dropout; what is kept is scaled by at most 1 / `least`.
 
     Raises:
         ValueError: a rate out of range, nothing whitened, layers that cannot have it; nothing has been changed then.
@@ -51,13 +42,16 @@ def dropout_(
     if not 0 < least <= 1:
         raise ValueError(f"least is a probability above 0, got {least}; without one, what is kept may grow unboundedly")
     if not 0 <= rate <= 1 - least:
-        raise ValueError(
-            f"rate is a share of the directions, from 0 to 1 - least = {1 - least:g}, got {rate}; "
-            "0.2 is a common choice"
-        )
-    for layer in _choose(model, layers):
-        for site in layer.sites:
-            site.dropping = Dropping(float(rate), float(least)) if rate else None
+        raise ValueError(f"rate is a share of the directions, from 0 to 1 - least = {1 - least:g}, got {rate}")
+    whitened = dict(whitened_layers(model))
+    if not whitened:
+        raise ValueError('this model has no whitened layers; call prong.whiten_(model, form="explicit") first')
+    reasons = {name: _why_not(whitened[name]) for name in fitting(whitened, layers, "whitened layer")}
+    for name, reason in reasons.items():
+        if reason is not None and (layers is not None or reason != NOT_ALIKE or set(reasons.values()) == {NOT_ALIKE}):
+            raise ValueError(f"layer {name!r}: spectral dropout is not for {reason}")
+    for site in [site for name, reason in reasons.items() if reason is None for site in whitened[name].sites]:
+        site.dropping = Dropping(float(rate), float(least)) if rate else None
     return model
 
 
@@ -75,18 +69,6 @@ def keep_probabilities(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _choose(model: nn.Module, layers: str | Iterable[str] | None) -> list[Kind]:
-    """The layers to change, all of them able to drop directions."""
-    whitened = dict(whitened_layers(model))
-    if not whitened:
-        raise ValueError('this model has no whitened layers; call prong.whiten_(model, form="explicit") first')
-    reasons = {name: _why_not(whitened[name]) for name in fitting(whitened, layers, "whitened layer")}
-    for name, reason in reasons.items():
-        if reason is not None and (layers is not None or reason != NOT_ALIKE or set(reasons.values()) == {NOT_ALIKE}):
-            raise ValueError(f"layer {name!r}: spectral dropout is not for {reason}")
-    return [whitened[name] for name, reason in reasons.items() if reason is None]
-
-
 def _why_not(layer: Kind) -> str | None:
     """What a layer is that has no directions to drop, or None."""
     if not isinstance(layer, Explicit):
@@ -97,7 +79,5 @@ def _why_not(layer: Kind) -> str | None:
     if isinstance(layer, AttentionKind | ExplicitOutProjection):
         return NOT_ALIKE
     if layer.basis != "pca":
-        return (
-            f'the basis {layer.basis!r}, whose directions have no eigenvalue each; use form=prong.Explicit(basis="pca")'
-        )
+        return f'the basis {layer.basis!r}, which has no variance for each direction; use prong.Explicit(basis="pca")'
     return None

@@ -7,14 +7,13 @@ A layer computes `z = W h + b` on inputs of mean c and covariance Sigma. Of a co
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from prong.analysis.spectral.allocation import Option, Plan
-from prong.analysis.spectral.probing import Compressible, taps_of
+from prong.analysis.spectral.probing import Compressible
 from prong.core.moments import Moments
 from prong.layers.site import Layout
 
@@ -23,26 +22,20 @@ ROUNDING = 1e-14  # relative, in float64
 RIDGE = 1e-12  # relative to the mean variance: which directions come first where none has variance
 
 
-@dataclass(frozen=True)
-class Ranked:
-    """Output directions, and what a layer loses by having only the first k of them.
+class Ranked(NamedTuple):
+    """Output directions, and what a layer loses by having only the first k of them."""
 
-    Shapes: A (rows, r) with orthonormal columns; errors (r + 1,), where errors[k] = E||(W - A_k A_k^T W)(h - c)||^2.
-    """
-
-    A: Tensor
-    errors: Tensor
+    A: Tensor  # (rows, r) with orthonormal columns
+    errors: Tensor  # (r + 1,): errors[k] = E||(W - A_k A_k^T W)(h - c)||^2
 
 
 def rank_outputs(W: Tensor, Sigma: Tensor) -> Ranked:
     """The output directions whose first k give the best replacement of W of rank k, for every k at once.
 
-        E||W (h - c) - W_k (h - c)||^2 = tr (W - W_k) Sigma (W - W_k)^T = ||W Sigma^1/2 - W_k Sigma^1/2||^2
+        E||W (h - c) - W_k (h - c)||^2 = ||W Sigma^1/2 - W_k Sigma^1/2||^2
 
-    By Eckart and Young this is at least the sum of the squares of all but the k largest singular values of
-    W Sigma^1/2 = A S B^T. It is exactly that for W_k = A_k A_k^T W, since A_k A_k^T W Sigma^1/2 = A_k S_k B_k^T. So no
-    inverse of Sigma is needed, which may be singular. A has the eigenvectors of W Sigma W^T, the covariance of z. Where
-    all of W's rank is kept, A A^T W = W, whatever Sigma is.
+    is least for W_k = A_k A_k^T W with W Sigma^1/2 = A S B^T (Eckart and Young; docs/spectral.md): A has the
+    eigenvectors of W Sigma W^T, the covariance of z. Where all of W's rank is kept, A A^T W = W, whatever Sigma is.
 
     Shapes: W (out, in), Sigma (in, in); r = min(out, in).
     """
@@ -62,8 +55,8 @@ def rank_inputs(W: Tensor, Sigma: Tensor, taps: int) -> Ranked:
     """Directions for a replacement of a convolution by one over k maps, after a 1 x 1 convolution to these.
 
     With M the taps of W on top of each other, (out * taps, in), the replacement is M_k = A_k A_k^T M. A is that of
-    `rank_outputs` for M and the mean of Sigma's diagonal blocks, the covariance of feature maps, which would be best if
-    inputs at different taps were uncorrelated. They are not, so the errors are computed from all of Sigma:
+    `rank_outputs` for M and the mean of Sigma's diagonal blocks, which would be best if inputs at different taps were
+    uncorrelated. They are not, so the errors are computed from all of Sigma:
 
         errors[k] = sum_{i, j >= k} G_ij        G_ij = sum_{t, s} (A_t^T A_s)_ij (Q Sigma_ts Q^T)_ij        Q = A^T M
 
@@ -99,19 +92,15 @@ def expected_error(D: Tensor, shift: Tensor | None, c: Tensor, Sigma: Tensor) ->
 
 
 class Subject:
-    """A layer that may be replaced.
-
-    Attributes:
-        variance: E||W (h - c)||^2, the variance of its outputs; without a bias their mean square.
-        varies: whether that is more than rounding errors.
-    """
+    """A layer that may be replaced; `varies` tells whether its outputs do, by more than rounding errors."""
 
     def __init__(self, layer: Compressible, moments: Moments, criterion: Criterion) -> None:
-        self.layer, self.taps = layer, taps_of(layer)
+        self.layer, self.taps = layer, layer.weight[0, 0].numel()
         self.W = Layout(tuple(layer.weight.shape)).pack(layer.weight.detach())[0].flatten(1).double()  # taps first
         centred = layer.bias is not None
         self.c = moments.mean[0] if centred else torch.zeros_like(moments.mean[0])
         self.Sigma = moments.covariance(centred)[0]
+        # E||W (h - c)||^2, the variance of its outputs; without a bias their mean square
         self.variance = expected_error(self.W, self.W @ self.c, self.c, self.Sigma)
         rounding = (ROUNDING * self.W.norm() * self.c.norm()).square()  # of the mean, in constant inputs
         self.varies = self.variance > float(rounding)
@@ -139,15 +128,12 @@ class Subject:
         """The largest rank by a plan; of the plain layer, that of its weight as a matrix (out, taps * in)."""
         return len(self._ranked["outputs" if plan == "plain" else plan].errors) - 1
 
-    def flops(self, option: Option, rows: tuple[float, float]) -> float:
+    def flops(self, option: Option, at_inputs: float, at_outputs: float) -> float:
         """Additions and multiplications at so many input and output positions."""
         out, patch = self.W.shape
-        at_inputs, at_outputs = rows
-        if option.plan == "plain":
-            return 2 * at_outputs * out * patch
-        if option.plan == "outputs":
-            return 2 * at_outputs * option.rank * (patch + out)
-        return 2 * option.rank * (at_inputs * (patch // self.taps) + at_outputs * out * self.taps)
+        if option.plan == "inputs":
+            return 2 * option.rank * (at_inputs * (patch // self.taps) + at_outputs * out * self.taps)
+        return 2 * at_outputs * (out * patch if option.plan == "plain" else option.rank * (patch + out))
 
     def expected(self, option: Option) -> float:
         """The share of the variance of the outputs that an option loses, from the statistics."""
@@ -180,9 +166,10 @@ class Subject:
             make(type(layer), option.rank, len(self.W), bias=layer.bias is not None, **after, **common),
         )
         for module, value in zip(pair, (first, second), strict=True):
-            out, inputs = module.weight.shape[:2]  # values are (out, taps * in) or, of the same order, (out * taps, in)
-            by_taps = value.reshape(out, taps_of(module), inputs)
-            module.weight.copy_(by_taps.transpose(1, 2).reshape(module.weight.shape))
+            layout = Layout(
+                tuple(module.weight.shape)
+            )  # values are (out, taps * in) or, in this order, (out * taps, in)
+            module.weight.copy_(layout.unpack(value.reshape(1, layout.outputs, layout.taps, layout.inputs)))
             module.weight.requires_grad_(layer.weight.requires_grad)
         if layer.bias is not None:
             pair[1].bias.copy_(layer.bias if shift is None else layer.bias + shift)
