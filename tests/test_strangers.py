@@ -354,7 +354,7 @@ def test_whitening_of_outputs_does_not_explode_where_their_gradients_vanish(sour
 def test_a_loss_that_is_not_finite_is_told_as_what_it_is(make):
     model, data = mlp(), batches(mlp(), 2)
     optimizer = make(model, 1e-2)
-    with pytest.raises(FloatingPointError, match="layer '0': .* not finite any more. Look at the loss .* lower lr"):
+    with pytest.raises(FloatingPointError, match=r"layer '0': .* not finite any more. Look at the loss .* lower lr"):
         run(model, optimizer, data[:1])
         (model(data[1][0]).sum() * float("nan")).backward()
         optimizer.step()

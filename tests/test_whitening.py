@@ -411,7 +411,7 @@ def test_when_every_factorisation_fails_the_moments_are_as_they_were(basis, rows
 
 @pytest.mark.parametrize("eps", [0, 0.0, -1e-3, math.nan, math.inf, -math.inf])
 def test_damping_must_be_positive_and_finite(eps):
-    with pytest.raises(ValueError, match="eps must be (positive and )?finite"):
+    with pytest.raises(ValueError, match=r"eps must be (positive and )?finite"):
         whiten(moments_of(randn(1, 9, 3)), eps)
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from prong.analysis.conditioning import inverse_covariance
+from prong.core.factorise import whiten
 from prong.core.moments import Moments
-from prong.core.whitening import check_eps, whiten
-from prong.layers.layout import Layout
-from prong.options import Implicit
+from prong.layers.site import Layout
+from prong.options import Implicit, check_positive
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def step_error(Sigma: Tensor, eps: float, *, block: int | None = None, cutoff: f
 
     For a covariance (in, in) of a layer's inputs, and options as of `prong.Implicit`. Everything is in float64.
     """
-    check_eps(eps)
+    check_positive("eps", eps)
     Implicit(cutoff=cutoff, block=block)  # which refuses what makes no sense
     if Sigma.dim() != 2 or Sigma.shape[0] != Sigma.shape[1] or not torch.isfinite(Sigma).all():
         raise ValueError(f"a covariance is a finite matrix (in, in), got one of shape {tuple(Sigma.shape)}")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from prong.analysis.conditioning import inverse_covariance
-from prong.core.coordinates import to_canonical
-from prong.core.whitening import Whitening
-from prong.layers import Explicit, Kind, Site, trained_name
+from prong.core.whitening import Whitening, to_canonical
+from prong.layers import Explicit, Kind, Site
+from prong.layers.base import trained_name
 from prong.model.whiten import whitened_layers
 
 Coordinates = Literal["canonical", "whitened"]

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from prong.analysis.fisher.coordinates import COORDINATES, Coordinates, canonical_changes, charts
-from prong.core.precision import full_precision
+from prong.core.moments import full_precision
 from prong.gradients.outputs import DISTRIBUTIONS, Distribution
 from prong.model.estimate import Forward, as_batches, call_model, inputs_of, undisturbed
 from prong.model.whiten import check_model, fold_
