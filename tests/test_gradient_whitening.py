@@ -308,7 +308,7 @@ def test_it_works_with_both_kinds_of_checkpointing(form):
     assert_one_path(paths)
 
 
-@pytest.mark.parametrize("scale", [0.0, float("nan"), lambda: 0.0], ids=str)
+@pytest.mark.parametrize("scale", [0.0, float("nan"), lambda: 0.0], ids=["zero", "NaN", "a function"])
 def test_a_loss_scale_that_is_none_is_refused(scale):
     model = mlp()
     with pytest.raises(ValueError, match="loss_scale"):
