@@ -102,7 +102,8 @@ class AdamW(Composite):
     Args:
         model: as for `PRONG`.
         lr: learning rate.
-        betas: of the averages of gradients and of their squares.
+        betas: of the averages of gradients and of their squares. The latter forget sooner than in torch: coordinates
+            change, and squares can be carried over only roughly.
         eps: added to the root of the latter. (What is added to variances of inputs is the `damping`.)
         weight_decay: decoupled decay, of V and d.
         damping: as for `PRONG`.
@@ -117,7 +118,7 @@ class AdamW(Composite):
         model: nn.Module,
         lr: float | Tensor = 1e-3,
         *,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         damping: Damping = 0.1,

@@ -157,8 +157,8 @@ class Every:
             is long, older ones fade); "ema": all forwards, forgotten at a rate that leaves `samples`; or an iterable of
             batches (a loader) to run the model on, as the paper does.
         lag: factorise in another thread, and change coordinates so many updates later; 0 does both at once.
-        growth: before the first period is over, each interval is so many times the whole time before it: 1 doubles
-            (updates 1, 2, 4, ...), 0.25 refreshes more often. None: no such refreshes, as in the paper.
+        growth: before the first period is over, refreshes come after updates 1, 2, 4 and 8, and then each interval is
+            so many times the whole time before it: 1 goes on doubling. None: no such refreshes, as in the paper.
         state: "transport" the optimizer's state exactly, or "reset" it, as the paper did.
     """
 
@@ -166,7 +166,7 @@ class Every:
     samples: int = 12_800
     source: Source = "window"
     lag: int = 0
-    growth: float | None = 1.0
+    growth: float | None = 0.25
     state: Literal["transport", "reset"] = "transport"
 
     def __post_init__(self) -> None:

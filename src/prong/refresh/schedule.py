@@ -21,6 +21,7 @@ from prong.refresh.drift import Watch
 from prong.refresh.factorise import Reduction
 
 SHARE = 0.1  # of an update, for gathering
+DOUBLED = 8  # updates, until which the time between refreshes doubles
 
 
 def share_of_rows(layout: Layout) -> float:
@@ -264,8 +265,8 @@ class Timetable:
 
 
 def _after(now: int, growth: float) -> int:
-    """The first time after `now`, where each comes `growth` times the time before it later, at least by one."""
+    """The first time after `now`: 1, 2, 4 and 8; then each comes `growth` times the time before it later."""
     time = 1
     while time <= now:
-        time += max(1, int(growth * time))
+        time += time if time < DOUBLED else max(1, int(growth * time))
     return time
