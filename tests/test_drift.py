@@ -272,13 +272,13 @@ def test_a_refresh_with_a_lag_is_the_same_refresh_later(form, monkeypatch):
         factorise, "factorise", lambda *a: threads.append(threading.current_thread().name) or original(*a)
     )
     model = mlp()
-    optimizer = prong.PRONG(model, 0.0, form=form, refresh=prong.Every(16, samples=64, lag=3))
+    optimizer = prong.PRONG(model, 0.0, form=form, refresh=prong.Every(16, samples=64, lag=3, growth=1.0))
     times = refreshed_at(model, optimizer, batches(model, 1) * 40)
     # Where refreshes are closer than the lag, a waiting one is applied when the next is due.
     assert times["0"] == [1, 2, 4, 7, 11, 19, 35], "the first is made at once, before the first step"
     assert len(threads) == 7 and all(name.startswith("prong") for name in threads[1:])
     now = mlp()
-    immediate = prong.PRONG(now, 0.0, form=form, refresh=prong.Every(16, samples=64))
+    immediate = prong.PRONG(now, 0.0, form=form, refresh=prong.Every(16, samples=64, growth=1.0))
     run(now, immediate, batches(now, 1) * 32)
     kept = "P" if form in ("auto", "implicit") else "U"
     torch.testing.assert_close(getattr(site_of(model).whitening, kept), getattr(site_of(now).whitening, kept), **EXACT)
@@ -287,7 +287,7 @@ def test_a_refresh_with_a_lag_is_the_same_refresh_later(form, monkeypatch):
 @pytest.mark.parametrize("part", [False, True], ids=["all", "part"])
 def test_a_refresh_by_hand_is_not_overwritten_by_an_older_one_under_way(part):
     model = mlp()
-    optimizer = prong.PRONG(model, 0.0, refresh=prong.Every(16, samples=64, lag=5))
+    optimizer = prong.PRONG(model, 0.0, refresh=prong.Every(16, samples=64, lag=5, growth=1.0))
     times = refreshed_at(model, optimizer, batches(model, 1) * 18)
     assert times["4"][-1] == 13, "that of update 16 is under way"
     before, x = site_of(model, "4").whitening, 3 * batches(model, 1)[0][0]

@@ -60,6 +60,8 @@ def test_before_any_refresh_it_is_torchs_own_bit_for_bit(model_of, make, options
         options["momentum"] = 0.9
     elif options.pop("nesterov", False):
         pytest.skip("an option of SGD")
+    elif make.func is prong.AdamW:
+        options["betas"] = 0.8, 0.9
     optimizer = make(ours, refresh=prong.Never(), **options)
     own = torchs_own(make.func, theirs, **options)
     for x, y in batches(ours, 20):

@@ -37,7 +37,7 @@ from prong.options import (
 )
 
 Inner = TypeVar("Inner", bound=Optimizer)
-TRUST = 0.05
+TRUST = 0.1
 
 
 class PRONG(Composite):

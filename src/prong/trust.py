@@ -62,6 +62,7 @@ class Trust:
         spread: Workers | None = None,
     ) -> None:
         self.most, self._sites, self._spread = most, sites, spread
+        self._sharded = any(is_sharded(layer.pair(site)[0]) for layer, site in sites.values())
         self._linear = {site for layer, site in sites.values() if is_linear(optimizer, layer.pair(site)[0])}
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._starts: list[_Start] = []
@@ -126,7 +127,7 @@ class Trust:
     def _held(self, site: Site, tensor: Tensor) -> Tensor:
         """What this worker has of a site's rows of a tensor."""
         tensor = tensor.detach()
-        if self._spread is not None:
+        if self._sharded:
             own = is_sharded(tensor) and site.spread is None and site.layout.by_rows
             site, tensor = site.restricted(rows_of(tensor)) if own else site, local(tensor)
         part = site.part(tensor)
@@ -138,7 +139,7 @@ class Trust:
         if tensor is None:
             return None
         if not site.layout.by_rows:
-            return tensor.detach() if self._spread is None else whole(tensor.detach())
+            return whole(tensor.detach()) if self._sharded else tensor.detach()
         part = self._held(site, tensor)
         return part[:: max(1, part.shape[0] // UNITS)]
 

@@ -43,6 +43,9 @@ UNKNOWN: dict[str, Transport] = dict.fromkeys(
 )
 
 
+LEAST_SQUARE = 0.1  # of the square of the mean: after a sudden gradient, Adam's own are no larger beside it
+
+
 def rule_of(optimizer: Optimizer, parameter: Tensor) -> type[Optimizer]:
     """The class of torch's optimizer, or of another, that trains a parameter; of mixed ones, its part."""
     mixed: Callable[[Tensor], type[Optimizer]] | None = getattr(optimizer, "rule_of", None)
@@ -91,12 +94,20 @@ def plan_state(optimizer: Optimizer, layer: Kind, site: Site, transition: Transi
     if weight not in optimizer.state:
         return updates
     state_V, state_d = optimizer.state[weight], {} if bias is None else optimizer.state.get(bias, {})
+    mean: Tensor | None = None  # of gradients
     for key, transport in (transports_of(optimizer, weight) or UNKNOWN).items():
         value = state_V.get(key)
         if isinstance(value, Tensor) and value.numel() == weight.numel():
             of_bias = state_d.get(key)
             of_bias = local(of_bias) if isinstance(of_bias, Tensor) else None
-            updates += _moved(site, local(value).view(local(weight).shape), of_bias, transition, transport)
+            moved = _moved(site, local(value).view(local(weight).shape), of_bias, transition, transport)
+            if key == "exp_avg":
+                mean = moved[0][1]
+            elif mean is not None and transport is transport_square:
+                # Carried over roughly, squares may be far too small beside a mean that was carried over exactly, and a
+                # step in a direction that was hardly seen before could be of any length.
+                torch.maximum(moved[0][1], LEAST_SQUARE * mean.square(), out=moved[0][1])
+            updates += moved
     return updates
 
 
