@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 import prong
 from prong.lab.bench.problems import PROBLEMS, Problem
 from prong.lab.bench.sheets import NONE, Sheet, number, present
+from prong.lab.pool import one_thread
 from prong.lab.record import provenance, strict_json
 from prong.lab.terminal import at_least, each_once, known, make_console, progress, writable
 from prong.lab.timing import interleaved
@@ -100,6 +101,10 @@ def _read(path: Path | None) -> list[Row]:
 
 
 def _made(cells: Sequence[Row], jobs: int) -> Iterable[Row]:
+    if jobs == 1:
+        with one_thread():
+            yield from (run(**cell) | provenance() for cell in cells)
+        return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_one_thread) as pool:
         for future in as_completed([pool.submit(run, **cell) for cell in cells]):
