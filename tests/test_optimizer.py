@@ -420,6 +420,22 @@ def test_a_model_with_batch_norm_layers_trains(make):
     assert model[1].num_batches_tracked == 60
 
 
+def test_inputs_that_were_silent_at_first_do_not_make_steps_of_units_that_are_silent_now_explode():
+    """Then a mean of gradients is carried over to where squares of them are zero: a step of 1,300 was seen here."""
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 4).to(DOUBLE)
+    optimizer = prong.AdamW(layer, 1e-3, form=prong.Materialised(block=2), trust=None)
+    for update in range(12):
+        x = torch.randn(32, 6, dtype=DOUBLE) + 1
+        x[:, 4:] *= update >= 3
+        units = slice(4 if update < 3 else 3)
+        before = canonical(layer)["weight"]
+        optimizer.zero_grad()
+        layer(x)[:, units].square().mean().backward()
+        optimizer.step()
+        assert (canonical(layer)["weight"] - before).abs().max() < 0.01
+
+
 @forms
 def test_a_bias_that_is_not_trained_absorbs_no_mean(form):
     model = mlp()
