@@ -182,7 +182,7 @@ def test_gradients_gathered_for_an_update_that_fails_are_taken_back(source, form
     run(model, optimizer, data[:3])
     before = gathered()
     F.cross_entropy(model(10 * data[3][0]), data[3][1]).backward()  # the first micro-batch of an update
-    assert {name: part["examples"] - before[name]["examples"] for name, part in gathered().items()} == dict.fromkeys(
+    assert {name: part["count"] - before[name]["count"] for name, part in gathered().items()} == dict.fromkeys(
         ("0", "2", "4"), 16
     )
     with pytest.raises(FloatingPointError):

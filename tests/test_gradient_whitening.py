@@ -130,8 +130,8 @@ def test_labels_drawn_from_the_model_give_its_own_fisher_factor():
     p = model(h).softmax(1)
     expected = (torch.diag_embed(p) - p[:, :, None] * p[:, None, :]).mean(0)
     outputs = gathered_by(optimizer)[""]
-    assert outputs["examples"] == 61 * 500
-    torch.testing.assert_close((outputs["total"] / outputs["examples"])[0], expected.detach(), rtol=0, atol=7e-3)
+    assert outputs["count"] == 61 * 500
+    torch.testing.assert_close((outputs["total"] / outputs["count"])[0], expected.detach(), rtol=0, atol=7e-3)
 
 
 @forms
@@ -148,7 +148,7 @@ def test_gathering_leaves_gradients_and_the_random_state_alone(source, form):
         assert all(p.grad is None for p in model.parameters())
         loss.backward()
         gradients.append([p.grad for p in model.parameters()])
-    assert {part["examples"] for part in gathered_by(optimizer).values()} == {16}
+    assert {part["count"] for part in gathered_by(optimizer).values()} == {16}
     torch.testing.assert_close(*gradients, **EXACT)
 
 
@@ -231,7 +231,7 @@ def test_an_overflow_that_a_grad_scaler_skips_is_left_out():
     (F.cross_entropy(model(data[2][0]), data[2][1]) * float("inf")).backward()
     torch.testing.assert_close(gathered_by(optimizer), before, **EXACT)
     run(model, optimizer, data[5:])
-    assert all(part["examples"] == before[name]["examples"] + 16 for name, part in gathered_by(optimizer).items())
+    assert all(part["count"] == before[name]["count"] + 16 for name, part in gathered_by(optimizer).items())
 
 
 @sources
@@ -288,7 +288,7 @@ def test_an_example_of_attention_is_a_sequence_wherever_the_batch_is():
         optimizer = prong.PRONG(model, 0.0, outputs=WhitenOutputs("empirical"))
         model(h, h, h)[0].square().sum().div(8).backward()
         found.append(gathered_by(optimizer))
-    assert {name: part["examples"] for name, part in found[0].items()} == dict.fromkeys(("q", "k", "v", "out_proj"), 8)
+    assert {name: part["count"] for name, part in found[0].items()} == dict.fromkeys(("q", "k", "v", "out_proj"), 8)
     torch.testing.assert_close(*found, **CLOSE)
 
 
@@ -340,7 +340,7 @@ def test_an_output_that_gets_no_gradient_is_no_trouble(source):
     model = Adding()
     optimizer = prong.PRONG(model, 0.1, outputs=WhitenOutputs(source))
     model(torch.randn(5, 4)).sum().backward()
-    assert gathered_by(optimizer)["linear"]["examples"] == 5
+    assert gathered_by(optimizer)["linear"]["count"] == 5
     optimizer.step()
 
 
@@ -403,11 +403,11 @@ def test_an_output_that_no_label_can_be_drawn_from_is_left_out(source, logit):
     with torch.no_grad():
         model[0].bias[0] = logit
     model(x)
-    assert gathered_by(optimizer)["0"] == {"examples": 0}
+    assert gathered_by(optimizer)["0"] == {"count": 0}
     with torch.no_grad():
         model[0].bias[0] = 0.0
     model(x)
-    assert gathered_by(optimizer)["0"]["examples"] == 16
+    assert gathered_by(optimizer)["0"]["count"] == 16
     assert torch.isfinite(gathered_by(optimizer)["0"]["total"]).all()
 
 
@@ -424,7 +424,7 @@ def test_classes_that_are_masked_are_no_obstacle_to_drawing_others():
     optimizer = prong.PRONG(model, 0.01, outputs=WhitenOutputs("categorical"))
     model(batches(model, 1)[0][0])
     outputs = gathered_by(optimizer)["linear"]
-    assert outputs["examples"] == 16 and (outputs["total"][0].diagonal() > 0).tolist() == [False, True, True, True]
+    assert outputs["count"] == 16 and (outputs["total"][0].diagonal() > 0).tolist() == [False, True, True, True]
 
 
 # State

@@ -39,7 +39,7 @@ def randn(*shape: int) -> Tensor:
 def gathered(*deltas: Tensor, groups: int = 1, channels_at: int = -1, **options) -> OutputGradients:
     outputs = OutputGradients(**options)
     for delta in deltas:
-        outputs.add(delta, groups, channels_at)
+        outputs.receive(delta, groups, channels_at)
     return outputs
 
 
@@ -55,8 +55,8 @@ def mean_diagonal(G: Tensor) -> Tensor:
 def test_the_second_moment_is_that_of_a_loop_over_examples_and_positions(shape, groups, channels_at):
     delta = randn(*shape)
     outputs = gathered(delta, groups=groups, channels_at=channels_at)
-    assert outputs.examples == shape[0]
-    assert_close(outputs.total / outputs.examples, reference.output_second_moment(delta, groups, channels_at))
+    assert outputs.count == shape[0]
+    assert_close(outputs.total / outputs.count, reference.output_second_moment(delta, groups, channels_at))
 
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5), seed=st.integers(0, 2**31 - 1))
@@ -65,7 +65,7 @@ def test_any_split_of_the_examples_gives_the_same_moment(sizes, seed):
     delta = randn(sum(sizes), 6, 2)
     parts = gathered(*delta.split(sizes), groups=2, channels_at=-2)
     whole = gathered(delta, groups=2, channels_at=-2)
-    assert parts.examples == whole.examples == sum(sizes)
+    assert parts.count == whole.count == sum(sizes)
     assert_close(parts.total, whole.total)
 
 
@@ -73,7 +73,7 @@ def test_any_split_of_the_examples_gives_the_same_moment(sizes, seed):
 def test_an_output_without_a_batch_dimension_is_one_example(shape, channels_at):
     delta = randn(*shape)
     outputs = gathered(delta, channels_at=channels_at)
-    assert outputs.examples == 1
+    assert outputs.count == 1
     assert_close(outputs.total, reference.output_second_moment(delta.unsqueeze(0), 1, channels_at))
 
 
@@ -82,7 +82,7 @@ def test_the_scale_multiplies_each_gradient_and_knows_the_number_of_examples():
     scaled = gathered(*deltas, scale=lambda examples: 10.0 * examples)
     expected = gathered(30 * deltas[0], 50 * deltas[1])
     assert_close(scaled.total, expected.total)
-    assert scaled.examples == expected.examples
+    assert scaled.count == expected.count
 
 
 def test_undoing_the_mean_of_the_loss_gives_the_gradients_of_single_examples():
@@ -96,27 +96,27 @@ def test_undoing_the_mean_of_the_loss_gives_the_gradients_of_single_examples():
         z_n = (W @ h_n).requires_grad_()
         F.cross_entropy(z_n, y_n).backward()
         G += torch.outer(z_n.grad, z_n.grad) / 6
-    assert_close(outputs.total[0] / outputs.examples, G)
+    assert_close(outputs.total[0] / outputs.count, G)
 
 
 def test_decayed_moments_are_weighted_moments():
     first, second, third = randn(4, 3), randn(2, 3), randn(5, 3)
     outputs = gathered(first)
     outputs.decay(0.5)
-    outputs.add(second, 1, -1)
+    outputs.receive(second, 1, -1)
     outputs.decay(0.25)
-    outputs.add(third, 1, -1)
+    outputs.receive(third, 1, -1)
     G = 0.0
     for weight, delta in ((0.125, first), (0.25, second), (1.0, third)):
         G = G + weight * torch.einsum("no,np->op", delta, delta).unsqueeze(0)
-    assert_close(float(outputs.examples), 0.125 * 4 + 0.25 * 2 + 5)
+    assert_close(float(outputs.count), 0.125 * 4 + 0.25 * 2 + 5)
     assert_close(outputs.total, G)
 
 
 def test_decay_before_the_first_gradient_does_nothing():
     outputs = OutputGradients()
     outputs.decay(0.5)
-    assert outputs.total is None and outputs.examples == 0
+    assert outputs.total is None and outputs.count == 0
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -165,7 +165,7 @@ def test_the_gradient_is_that_of_the_output_also_if_it_is_changed_in_place_after
     after = outputs.watch(z.view(2, 3, 4) if view else z, 1, -1).exp_()
     after.square().sum().backward(retain_graph=True)
     for kept, *where in outputs.pending or []:
-        outputs.add(*torch.autograd.grad(after.square().sum(), kept), *where)
+        outputs.receive(*torch.autograd.grad(after.square().sum(), kept), *where)
     assert_close(outputs.total, gathered(2 * after.detach().square()).total)
 
 
@@ -179,16 +179,16 @@ def test_a_saved_state_continues_as_if_never_interrupted():
     state = outputs.state_dict()
     resumed.load_state_dict(state, torch.device("cpu"))
     state["total"].fill_(99.0)  # what was loaded is a copy
-    resumed.add(second, 1, -1)
+    resumed.receive(second, 1, -1)
     expected = gathered(first, second)
-    assert resumed.examples == 9
+    assert resumed.count == 9
     assert_close(resumed.total, expected.total)
 
 
 def test_an_empty_state_can_be_saved():
     outputs = gathered(randn(4, 3))
     outputs.load_state_dict(OutputGradients().state_dict(), torch.device("cpu"))
-    assert outputs.total is None and outputs.examples == 0
+    assert outputs.total is None and outputs.count == 0
 
 
 # The preconditioner
@@ -249,7 +249,7 @@ def test_a_batch_that_is_not_finite_is_left_out():
     delta, bad = randn(4, 3), randn(5, 3)
     bad[2, 1] = math.inf
     outputs = gathered(delta, bad)
-    assert outputs.examples == 4
+    assert outputs.count == 4
     assert_close(outputs.total, gathered(delta).total)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from prong.core.moments import MeanSquare
 from prong.distributed.workers import Workers
 
 K = TypeVar("K", bound=Hashable)
@@ -28,16 +28,16 @@ def exchange(mine: Mapping[K, Mapping[str, Any]], workers: Workers) -> dict[K, d
     """What every worker has, tensors and numbers by name, given to all. Each key is had by one of them."""
     if workers.alone:
         return {key: dict(values) for key, values in mine.items()}
-    sizes = {key: {name: _described(value) for name, value in values.items()} for key, values in mine.items()}
+    meta = {key: {name: _described(value) for name, value in values.items()} for key, values in mine.items()}
     everything: dict[K, dict[str, Any]] = {}
     finish = []
-    for rank, described in enumerate(workers.meet(sizes)):
+    for rank, described in enumerate(workers.meet(meta)):
         tensors: list[Tensor] = []
         for key, values in described.items():
             everything[key] = dict(values)
-            for name, size in values.items():
-                if isinstance(size, _Size):
-                    own = mine[key][name] if rank == workers.rank else size.empty()
+            for name, value in values.items():
+                if isinstance(value, Tensor):
+                    own = mine[key][name] if rank == workers.rank else torch.empty(value.shape, dtype=value.dtype)
                     everything[key][name] = own.to(workers.device).contiguous()  # strides decide how products round
                     tensors.append(everything[key][name])
         finish.append(workers.broadcast_(tensors, rank))
@@ -46,16 +46,21 @@ def exchange(mine: Mapping[K, Mapping[str, Any]], workers: Workers) -> dict[K, d
     return everything
 
 
-@dataclass(frozen=True)
-class _Size:
-    """The shape and dtype of a tensor that is yet to come."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def empty(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype)
+def summed(squares: Mapping[K, tuple[MeanSquare, Tensor]], workers: Workers) -> dict[K, MeanSquare]:
+    """Mean squares over all workers, each given with zeros of its shape. Those given stay as they are."""
+    if workers.alone:
+        return {key: square for key, (square, _) in squares.items()}
+    parts = {}
+    for key, (square, zeros) in squares.items():
+        total = zeros if square.total is None else square.total.to(zeros)
+        parts[key] = torch.cat([total.reshape(-1), zeros.new_tensor([square.count])])
+    workers.sum_(list(parts.values()))()
+    result = {key: MeanSquare() for key in squares}
+    for key, (_, zeros) in squares.items():
+        result[key].add(parts[key][:-1].view(zeros.shape), float(parts[key][-1]))
+    return result
 
 
 def _described(value: Any) -> Any:
-    return _Size(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+    """A tensor's shape and dtype alone, as one without data; anything else as it is."""
+    return value.detach().to("meta") if isinstance(value, Tensor) else value

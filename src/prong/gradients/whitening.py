@@ -7,6 +7,7 @@ positions, and `Q = R^T R = (G + damping * g I)^-1` with g the mean of G's diago
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from prong.core.moments import accumulation_dtype, full_precision
-from prong.distributed.exchange import exchange, owners
+from prong.core.moments import MeanSquare, accumulation_dtype, full_precision
+from prong.distributed.exchange import exchange, owners, summed
 from prong.distributed.workers import ALONE, Workers
 from prong.gradients.outputs import sampled_output_gradient
 from prong.layers import Kind, Site
@@ -25,7 +26,7 @@ from prong.options import WhitenOutputs
 LEAST = 1e-3  # of the largest mean square of any layer's output gradients: as small ones as that are damped alike
 
 
-class OutputGradients:
+class OutputGradients(MeanSquare):
     """Second moments of per-example output gradients of one site, (groups, out, out).
 
     An example is an entry of the first dimension; positions and tokens of one example are summed. The calls of a module
@@ -38,85 +39,65 @@ class OutputGradients:
     """
 
     def __init__(self, scale: Callable[[int], float] | None = None, own_backward: bool = False) -> None:
+        super().__init__()
         self.scale = scale
-        self.total: Tensor | None = None
-        self.examples = 0.0
-        self._settled: tuple[Tensor | None, float] = (None, 0.0)
         self.pending: list[tuple[Tensor, int, int, int]] | None = [] if own_backward else None
+        self.settle()
 
     def watch(self, z: Tensor, groups: int, channels_at: int, examples_at: int = 0) -> Tensor:
         """See to it that the gradient of z arrives here; what others are to go on with in its place."""
         if self.pending is not None:
             self.pending.append((z, groups, channels_at, examples_at))
         else:
-            z.register_hook(lambda delta: self._arrived(delta, groups, channels_at, examples_at))  # type: ignore[no-untyped-call]
+            z.register_hook(lambda delta: self.receive(delta, groups, channels_at, examples_at))  # type: ignore[no-untyped-call]
         # Activations may work in place: what is pending would then be their output, and a view would lose its hooks.
         return z.clone() if self.pending is not None or z._is_view() else z
 
-    def _arrived(self, delta: Tensor | None, *where: int) -> None:
-        if delta is not None:  # some functions send nothing back
-            self.add(delta, *where)
-
     def settle(self) -> None:
         """Keep what was added."""
-        self._settled = self.total, self.examples
+        self._settled = self.total, self.count
 
     def undo(self) -> None:
         """Take back what was added since `settle`."""
-        self.total, self.examples = self._settled
-        if self.pending is not None:
+        self.total, self.count = self._settled
+        self.forget_pending()
+
+    def forget_pending(self) -> None:
+        """Let go of outputs that are kept."""
+        if self.pending:
             self.pending = []
 
-    def add(self, delta: Tensor, groups: int, channels_at: int, examples_at: int = 0) -> None:
-        """Add the output gradients of a batch, shaped as the output."""
+    def receive(self, delta: Tensor | None, groups: int, channels_at: int, examples_at: int = 0) -> None:
+        """Add the output gradients of a batch, shaped as the output; None where some function sends nothing back."""
+        if delta is None:
+            return
         examples = delta.shape[examples_at] if delta.dim() >= 1 - channels_at else 1
         second = _second_moment(delta.detach(), groups, channels_at)
         if self.scale is not None:
             second = second * self.scale(examples) ** 2
         if (second.abs() < math.inf).all():  # or it is an overflow that a GradScaler is about to skip
             self.total = second if self.total is None else self.total + second
-            self.examples += examples
-
-    def flat(self, zeros: Tensor) -> Tensor:
-        """Total and examples in one piece; the total has the shape of `zeros`."""
-        total = zeros if self.total is None else self.total
-        return torch.cat([total.reshape(-1), zeros.new_full((1,), self.examples)])
-
-    def take_over(self, flat: Tensor, shape: torch.Size) -> None:
-        """Let this stand in the place of what `flat` gave."""
-        self.examples = float(flat[-1])
-        self.total = flat[:-1].view(shape).clone() if self.examples > 0 else None
-
-    def decay(self, weight: float) -> None:
-        """Let everything seen so far count `weight` times as much."""
-        if self.total is not None:
-            self.total, self.examples = self.total * weight, self.examples * weight
+            self.count = self.count + examples
 
     @property
     def size(self) -> float:
         """The mean square of an output's gradient."""
-        if self.total is None or self.examples == 0:
-            return 0.0
-        return float(self.total.diagonal(dim1=-2, dim2=-1).mean()) / self.examples
+        G = self.mean()
+        return 0.0 if G is None or self.count == 0 else float(G.diagonal(dim1=-2, dim2=-1).mean())
 
     def preconditioner(self, damping: float, least: float) -> Tensor | None:
         """Q, with a damping relative to G's size, which counts as at least so large; None if nothing is known."""
-        size = max(self.size, least)
-        if self.total is None or self.examples == 0 or size <= 0:
+        size, G = max(self.size, least), self.mean()
+        if G is None or self.count == 0 or size <= 0:
             return None
-        G = (self.total / self.examples).double()
-        G.diagonal(dim1=-2, dim2=-1).add_(damping * size)
-        L, info = torch.linalg.cholesky_ex(G)
-        return torch.cholesky_inverse(L).to(self.total.dtype) if not info.any() else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was gathered so far."""
-        return {"total": self.total, "examples": self.examples}
+        damped = G.double()
+        damped.diagonal(dim1=-2, dim2=-1).add_(damping * size)
+        L, info = torch.linalg.cholesky_ex(damped)
+        return torch.cholesky_inverse(L).to(G.dtype) if not info.any() else None
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Continue from what `state_dict` gave."""
-        self.total = None if state["total"] is None else state["total"].to(device, copy=True)
-        self.examples = float(state["examples"])
+        """Continue from a copy of what `state_dict` gave."""
+        super().load_state_dict(copy.deepcopy(state), device)
         self.settle()
 
 
@@ -140,6 +121,8 @@ class OutputWhitening:
         workers: Workers = ALONE,
     ) -> None:
         self.sites, self.options, self.workers = sites, options, workers
+        self.source = options.source
+        self._sampled = self.source != "empirical"
         self.Q: dict[str, Tensor] = {}
         self._ordinary: list[tuple[Tensor, Tensor]] = []
         self._seed = torch.initial_seed()
@@ -148,15 +131,6 @@ class OutputWhitening:
         self._handle: RemovableHandle | None = None
         if self._sampled:
             self._handle = model.register_forward_hook(_Draw(self))
-
-    @property
-    def source(self) -> str:
-        """Where labels come from."""
-        return self.options.source
-
-    @property
-    def _sampled(self) -> bool:
-        return self.source != "empirical"
 
     def open(self, name: str) -> None:
         """Begin to gather a site's output gradients, unless that has begun."""
@@ -194,11 +168,10 @@ class OutputWhitening:
         """Let this part of what all workers have gathered stand in the place of each one's own."""
         if self.workers.alone:
             return
-        zeros = {name: self._zeros(name) for name in gathered}
-        flat = {name: outputs.flat(zeros[name]) for name, outputs in gathered.items()}
-        self.workers.sum_(list(flat.values()))()
+        found = summed({name: (outputs, self._zeros(name)) for name, outputs in gathered.items()}, self.workers)
         for name, outputs in gathered.items():
-            outputs.take_over(flat[name] * weight, zeros[name].shape)
+            outputs.total, outputs.count = found[name].total, found[name].count
+            outputs.decay(weight)
 
     def _zeros(self, name: str) -> Tensor:
         layer, site = self.sites[name]
@@ -265,10 +238,10 @@ class OutputWhitening:
 
     def draw(self, output: Any) -> None:
         """After a forward with open windows: backpropagate labels drawn from the model to every watched output."""
-        watched = [outputs for outputs in self._gathered().values() if outputs.pending]
+        watched = self._gathered().values()
         pending = [(outputs, *entry) for outputs in watched for entry in outputs.pending or []]
         for outputs in watched:
-            outputs.pending = []
+            outputs.forget_pending()
         if not pending:
             return
         if not isinstance(output, Tensor):
@@ -277,16 +250,10 @@ class OutputWhitening:
                 f'parameters, got {type(output).__name__}; use source="empirical"'
             )
         drawn = sampled_output_gradient(output.detach(), self.source, self._generator(output.device))  # type: ignore[arg-type]
-        deltas = torch.autograd.grad(
-            output,
-            [entry[1] for entry in pending],
-            drawn.to(output.dtype),
-            retain_graph=True,
-            allow_unused=True,
-        )
+        kept = [entry[1] for entry in pending]
+        deltas = torch.autograd.grad(output, kept, drawn.to(output.dtype), retain_graph=True, allow_unused=True)
         for (outputs, _, *where), delta in zip(pending, deltas, strict=True):
-            if delta is not None:
-                outputs.add(delta, *where)
+            outputs.receive(delta, *where)
 
     @torch.no_grad()
     def precondition(self) -> None:
@@ -312,8 +279,7 @@ class OutputWhitening:
     def restore(self) -> None:
         """After the step: give users their gradients back, and let go of outputs that were never used."""
         for outputs in self._gathered().values():
-            if outputs.pending:
-                outputs.pending = []
+            outputs.forget_pending()
         for parameter, gradient in reversed(self._ordinary):  # reversed: a parameter with three sites is met thrice
             parameter.grad = gradient
         self._ordinary = []

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from prong.core.moments import MeanSquare, accumulation_dtype
 from prong.core.whitening import Whitening, whitened_rows
+from prong.distributed.exchange import summed
 from prong.distributed.workers import Workers
 from prong.layers import Kind, Site
 from prong.layers.site import Inputs
@@ -34,7 +35,7 @@ class Drift:
 
     def __init__(self) -> None:
         self.listening = False
-        self._first, self._lately = MeanSquare(), MeanSquare()
+        self.squares = MeanSquare(), MeanSquare()  # right after the refresh, and lately
         self._measurements = 0
 
     @torch.no_grad()
@@ -44,21 +45,10 @@ class Drift:
         if rows.shape[1] == 0:
             return
         x = whitened_rows(rows[:, :: -(-rows.shape[1] // ROWS)], whitening)
-        self._lately.decay(MEMORY)
-        for mean in (self._first,) if self._measurements < FIRST else (self._lately,):
-            mean.add(x.square().sum(1), x.shape[1])
+        first, lately = self.squares
+        lately.decay(MEMORY)
+        (first if self._measurements < FIRST else lately).add(x.square().sum(1), x.shape[1])
         self._measurements += 1
-
-    @property
-    def squares(self) -> tuple[MeanSquare, MeanSquare]:
-        """The mean squares right after the refresh, and lately."""
-        return self._first, self._lately
-
-    def share(self, first: MeanSquare, lately: MeanSquare, weight: float) -> None:
-        """Hold this part of the mean squares of all workers."""
-        self._first, self._lately = first, lately
-        for mean in self.squares:
-            mean.decay(weight)
 
     def value(self, squares: tuple[MeanSquare, MeanSquare] | None = None) -> float:
         """The mean relative change, of these mean squares or its own; 0 before there is enough to tell."""
@@ -67,16 +57,15 @@ class Drift:
     def state_dict(self) -> dict[str, Any]:
         """Everything, as tensors and numbers."""
         return {
-            "first": self._first.state_dict(),
-            "lately": self._lately.state_dict(),
+            "squares": [square.state_dict() for square in self.squares],
             "measurements": self._measurements,
             "listening": self.listening,
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Continue from what `state_dict` gave."""
-        self._first.load_state_dict(state["first"], device)
-        self._lately.load_state_dict(state["lately"], device)
+        for square, saved in zip(self.squares, state["squares"], strict=True):
+            square.load_state_dict(saved, device)
         self._measurements, self.listening = int(state["measurements"]), bool(state["listening"])
 
 
@@ -108,7 +97,11 @@ class Watch:
 
     def begin(self, name: str) -> None:
         """Watch a site that was just refreshed."""
-        self._listen(name, Drift())
+        taps = self._sites[name][1].taps
+        if name in self._drifts:
+            taps.remove(self._drifts[name])
+        self._drifts[name] = Drift()
+        taps.append(self._drifts[name])
         self.drifted.discard(name)
 
     def wants(self, name: str) -> bool:
@@ -127,7 +120,9 @@ class Watch:
     def share(self) -> None:
         """Give every worker the same part of what all have measured."""
         for name, squares in self._squares(self._drifts).items():
-            self._drifts[name].share(*squares, 1 / self._workers.size)
+            self._drifts[name].squares = squares
+            for square in squares:
+                square.decay(1 / self._workers.size)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as tensors, numbers and strings."""
@@ -138,12 +133,12 @@ class Watch:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` gave."""
-        self.drifted = set(state["drifted"])
         self.stop()
         for name, drift in state["drift"].items():
             layer, site = self._sites[name]
-            self._listen(name, Drift())
+            self.begin(name)
             self._drifts[name].load_state_dict(drift, layer.pair(site)[0].device)
+        self.drifted = set(state["drifted"])
 
     def stop(self) -> None:
         """Watch nothing any more."""
@@ -151,24 +146,12 @@ class Watch:
             self._sites[name][1].taps.remove(drift)
         self._drifts = {}
 
-    def _listen(self, name: str, drift: Drift) -> None:
-        taps = self._sites[name][1].taps
-        if name in self._drifts:
-            taps.remove(self._drifts[name])
-        self._drifts[name] = drift
-        taps.append(drift)
-
     def _squares(self, names: Iterable[str]) -> dict[str, tuple[MeanSquare, MeanSquare]]:
         """What all workers have measured of these sites, after their refresh and lately."""
-        first: dict[str, tuple[MeanSquare, Tensor]] = {}
-        lately: dict[str, tuple[MeanSquare, Tensor]] = {}
-        for name in names:
-            zeros = zeros_of(*self._sites[name])
-            first[f"first {name}"], lately[f"lately {name}"] = (
-                (square, zeros) for square in self._drifts[name].squares
-            )
-        found = summed({**first, **lately}, self._workers)
-        return {name: (found[f"first {name}"], found[f"lately {name}"]) for name in names}
+        zeros = {name: zeros_of(*self._sites[name]) for name in names}
+        own = {(name, i): (self._drifts[name].squares[i], zeros[name]) for name in zeros for i in (0, 1)}
+        found = summed(own, self._workers)
+        return {name: (found[name, 0], found[name, 1]) for name in zeros}
 
 
 def zeros_of(layer: Kind, site: Site) -> Tensor:
@@ -176,20 +159,3 @@ def zeros_of(layer: Kind, site: Site) -> Tensor:
     weight = layer.pair(site)[0]
     dtype = accumulation_dtype(weight.dtype)
     return torch.zeros(site.layout.matrices, site.layout.features, dtype=dtype, device=weight.device)
-
-
-def summed(squares: Mapping[str, tuple[MeanSquare, Tensor]], workers: Workers) -> dict[str, MeanSquare]:
-    """Mean squares over all workers, each given with zeros of its shape. Those given stay as they are."""
-    if workers.alone:
-        return {name: square for name, (square, _) in squares.items()}
-    parts = {}
-    for name, (square, zeros) in squares.items():
-        total = zeros if square.total is None else square.total.to(zeros)
-        parts[name] = torch.cat([total.reshape(-1), zeros.new_tensor([square.count])])
-    workers.sum_(list(parts.values()))()
-    result = {}
-    for name, (_, zeros) in squares.items():
-        result[name] = MeanSquare()
-        if (count := float(parts[name][-1])) > 0:
-            result[name].add(parts[name][:-1].view(zeros.shape), count)
-    return result

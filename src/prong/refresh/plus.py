@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 
 from prong.core.moments import MeanSquare, full_precision
 from prong.core.whitening import Whitening, whitened_rows
+from prong.distributed.exchange import summed
 from prong.distributed.workers import ALONE, Workers
 from prong.layers import Site
 from prong.layers.site import Inputs
-from prong.refresh.drift import summed, zeros_of
+from prong.refresh.drift import zeros_of
 from prong.refresh.factorise import Sites
 from prong.refresh.transport import diagonal_powers
 
