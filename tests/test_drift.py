@@ -393,11 +393,11 @@ def test_another_thread_asks_nothing_of_layers_that_are_being_saved():
     sites = whitened_sites(model)
     moments = estimate(model, [x for x, _ in batches(model, 3)], None)
     expected = whitenings_of(sites, moments, 0.1)
-    requests = factorise.requests_of(sites, moments, 0.1, lambda parameter: True)
+    requests = factorise.requests_of(sites, moments, 0.1)
     with ExitStack() as stack:
         for layer, _ in sites.values():
             stack.enter_context(layer._as_plain())
-        found = factorise.factorise(requests)
+        found = factorise.factorise(requests, warnings.warn)
     assert found.keys() == expected.keys()
     for name in found:
         torch.testing.assert_close(found[name].U, expected[name].U, **EXACT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -46,18 +46,20 @@ def exchange(mine: Mapping[K, Mapping[str, Any]], workers: Workers) -> dict[K, d
     return everything
 
 
-def summed(squares: Mapping[K, tuple[MeanSquare, Tensor]], workers: Workers) -> dict[K, MeanSquare]:
-    """Mean squares over all workers, each given with zeros of its shape. Those given stay as they are."""
+def summed(squares: Mapping[K, MeanSquare], zeros: Callable[[K], Tensor], workers: Workers) -> dict[K, MeanSquare]:
+    """Mean squares over all workers, given what zeros of each are. Those given stay as they are."""
     if workers.alone:
-        return {key: square for key, (square, _) in squares.items()}
-    parts = {}
-    for key, (square, zeros) in squares.items():
-        total = zeros if square.total is None else square.total.to(zeros)
-        parts[key] = torch.cat([total.reshape(-1), zeros.new_tensor([square.count])])
+        return dict(squares)
+    parts, shapes = {}, {}
+    for key, square in squares.items():
+        nothing = zeros(key)
+        total = nothing if square.total is None else square.total.to(nothing)
+        parts[key] = torch.cat([total.reshape(-1), nothing.new_tensor([square.count])])
+        shapes[key] = nothing.shape
     workers.sum_(list(parts.values()))()
     result = {key: MeanSquare() for key in squares}
-    for key, (_, zeros) in squares.items():
-        result[key].add(parts[key][:-1].view(zeros.shape), float(parts[key][-1]))
+    for key, part in parts.items():
+        result[key].add(part[:-1].view(shapes[key]), float(part[-1]))
     return result
 
 

@@ -6,9 +6,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+
+
+def joined(x: object) -> bool:
+    """Whether workers may run out of data before others, who then go on without them."""
+    return isinstance(x, Joinable) and bool(x._join_config.enable)
 
 
 class Shadow(JoinHook):
@@ -36,7 +41,8 @@ class Shadow(JoinHook):
     def main_hook(self) -> None:
         """An update of the others."""
         if self._model.require_forward_param_sync:  # else they accumulate gradients, and no step follows
-            self._refresher.shadow()
+            self._refresher.before_step()
+            self._refresher.after_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Everyone is done: take momentum from one that was there until the end, as the model takes its parameters."""

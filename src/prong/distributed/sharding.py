@@ -68,11 +68,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def check_unsharded(model: nn.Module, what: str, cure: str) -> None:
-    """Refuse what needs whole weights between updates.
-
-    Raises:
-        ValueError: some parameters are sharded.
-    """
+    """Refuse what needs whole weights between updates, where some are sharded."""
     for name, parameter in model.named_parameters():
         if is_sharded(parameter):
             raise ValueError(f"{what} needs whole weights between updates, but {name!r} is sharded; {cure}")

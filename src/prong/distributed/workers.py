@@ -120,14 +120,14 @@ class Workers:
                 raise error
             return [value]
         told: list[Any] = [None] * self.size
-        mine = (value, None if error is None else (_kind(error), str(error)))
+        kind = next((kind for kind in KINDS if isinstance(error, kind)), RuntimeError)
+        mine = (value, None if error is None else (kind, str(error)))
         dist.all_gather_object(told, mine, group=self.group)
         failed = [(rank, failure) for rank, (_, failure) in enumerate(told) if failure is not None]
         if failed:
-            kinds = {kind.__name__: kind for kind in KINDS}
             message = "; ".join(f"on rank {rank}: {text}" for rank, (_, text) in failed[:4])
             more = f"; and on {len(failed) - 4} more ranks" if len(failed) > 4 else ""
-            raise kinds[failed[0][1][0]](message + more) from error
+            raise failed[0][1][0](message + more) from error
         return [said for said, _ in told]
 
     @contextmanager
@@ -163,10 +163,6 @@ class Workers:
                         tensor.copy_(part.view(tensor.shape))
 
         return finish
-
-
-def _kind(error: Exception) -> str:
-    return next((kind.__name__ for kind in KINDS if isinstance(error, kind)), RuntimeError.__name__)
 
 
 ALONE = Workers()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Distribution = Literal["categorical", "bernoulli", "gaussian"]
@@ -33,5 +34,4 @@ def sampled_output_gradient(
     rows = p.movedim(classes_at, -1)
     chances = rows.reshape(-1, rows.shape[-1]).float().nan_to_num(1.0)
     y = torch.multinomial(chances, 1, generator=generator).view(rows.shape[:-1])
-    onehot = torch.zeros_like(rows).scatter_(-1, y.unsqueeze(-1), 1)
-    return p - onehot.movedim(-1, classes_at)
+    return p - F.one_hot(y, rows.shape[-1]).movedim(-1, classes_at)

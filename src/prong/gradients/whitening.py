@@ -114,20 +114,14 @@ class OutputWhitening:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        sites: Mapping[str, tuple[Kind, Site]],
-        options: WhitenOutputs,
-        workers: Workers = ALONE,
+        self, model: nn.Module, sites: Mapping[str, tuple[Kind, Site]], options: WhitenOutputs, workers: Workers = ALONE
     ) -> None:
         self.sites, self.options, self.workers = sites, options, workers
         self.source = options.source
         self._sampled = self.source != "empirical"
         self.Q: dict[str, Tensor] = {}
         self._ordinary: list[tuple[Tensor, Tensor]] = []
-        self._seed = torch.initial_seed()
-        self._random: torch.Generator | None = None
-        self._random_before: Tensor | None = None
+        self._seed, self._draws, self._settled = torch.initial_seed(), 0, 0
         self._handle: RemovableHandle | None = None
         if self._sampled:
             self._handle = model.register_forward_hook(_Draw(self))
@@ -155,10 +149,7 @@ class OutputWhitening:
 
     def share(self) -> None:
         """Give every worker the same part of what all have gathered, so that any of them can be saved for all."""
-        gathered = self._gathered()
-        self._add_up(gathered, 1 / self.workers.size)
-        for outputs in gathered.values():
-            outputs.settle()
+        self._add_up(self._gathered(), 1 / self.workers.size)
 
     def _gathered(self) -> dict[str, OutputGradients]:
         found = {name: site.outputs for name, (_, site) in self.sites.items()}
@@ -166,12 +157,11 @@ class OutputWhitening:
 
     def _add_up(self, gathered: Mapping[str, OutputGradients], weight: float = 1.0) -> None:
         """Let this part of what all workers have gathered stand in the place of each one's own."""
-        if self.workers.alone:
-            return
-        found = summed({name: (outputs, self._zeros(name)) for name, outputs in gathered.items()}, self.workers)
+        found = summed(gathered, self._zeros, self.workers)
         for name, outputs in gathered.items():
             outputs.total, outputs.count = found[name].total, found[name].count
             outputs.decay(weight)
+            outputs.settle()
 
     def _zeros(self, name: str) -> Tensor:
         layer, site = self.sites[name]
@@ -184,21 +174,19 @@ class OutputWhitening:
             self._handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """Matrices, what was gathered so far, and where the random numbers are."""
+        """Matrices, what was gathered so far, and how often labels were drawn."""
         return {
-            "source": self.source,
             "Q": dict(self.Q),
             "gathered": {name: outputs.state_dict() for name, outputs in self._gathered().items()},
             "seed": self._seed,
-            "random": self._random_before if self._random is None else self._random.get_state(),
+            "draws": self._draws,
         }
 
     def load_state_dict(self, state: dict[str, Any], weight: float = 1.0) -> None:
         """Continue from what `state_dict` gave; what a worker had of its own is to count `weight` times."""
         devices = {name: layer.pair(site)[0].device for name, (layer, site) in self.sites.items()}
         self.Q = {name: Q.to(devices[name]) for name, Q in state["Q"].items()}
-        self._seed, self._random = int(state["seed"]), None
-        self._random_before = None if state["random"] is None else state["random"].cpu()
+        self._seed, self._draws = int(state["seed"]), int(state["draws"])
         for _, site in self.sites.values():
             site.outputs = None
         for name in state["gathered"]:
@@ -206,20 +194,19 @@ class OutputWhitening:
         for name, outputs in self._gathered().items():
             outputs.load_state_dict(state["gathered"][name], devices[name])
             outputs.decay(weight)
-            outputs.settle()
+        self.settle()
 
     def settle(self) -> None:
         """After an update: keep what was gathered for it."""
         for outputs in self._gathered().values():
             outputs.settle()
-        if self._random is not None:
-            self._random_before = self._random.get_state()
+        self._settled = self._draws
 
     def undo(self) -> None:
         """Take back what was gathered since the last update."""
         for outputs in self._gathered().values():
             outputs.undo()
-        self._random = None
+        self._draws = self._settled
 
     def _per_example(self, examples: int) -> float:
         scale = self.options.loss_scale() if callable(self.options.loss_scale) else self.options.loss_scale
@@ -228,13 +215,10 @@ class OutputWhitening:
         return examples / float(scale)
 
     def _generator(self, device: torch.device) -> torch.Generator:
-        """A source of random numbers of our own, as the last update left it: the user's are left alone."""
-        if self._random is None or self._random.device != device:
-            self._random = torch.Generator(device).manual_seed(self._seed + self.workers.rank)
-            before = self._random_before
-            if before is not None and before.shape == self._random.get_state().shape:  # not of another kind of device
-                self._random.set_state(before)
-        return self._random
+        """A source of random numbers for the next draw, of this worker's own; the user's are left alone."""
+        self._draws += 1
+        number = self._draws * self.workers.size + self.workers.rank
+        return torch.Generator(device).manual_seed((self._seed + 0x9E3779B97F4A7C15 * number) % 2**63)
 
     def draw(self, output: Any) -> None:
         """After a forward with open windows: backpropagate labels drawn from the model to every watched output."""
@@ -266,15 +250,13 @@ class OutputWhitening:
                 (weight, whole.pack, whole.unpack),
                 (bias, site.layout.pack_bias, lambda x: x.reshape(-1)),
             ):
-                part = None if parameter is None else site.part(parameter.grad)
-                if parameter is None or parameter.grad is None or part is None:
+                if parameter is None or parameter.grad is None:
                     continue
+                part = site.part(parameter.grad)
+                assert part is not None
                 self._ordinary.append((parameter, parameter.grad))
-                changed = unpack(_times(Q, pack(part)))
-                if part is not parameter.grad:
-                    rows, changed = changed, parameter.grad.clone()
-                    site.write(changed, rows)
-                parameter.grad = changed
+                parameter.grad = parameter.grad.clone()
+                site.write(parameter.grad, unpack(_times(Q, pack(part))))
 
     def restore(self) -> None:
         """After the step: give users their gradients back, and let go of outputs that were never used."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from prong.core.moments import Moments, accumulation_dtype
-from prong.core.whitening import Transition, Whitening, natural_gradient
-from prong.distributed.consent import joined
+from prong.core.whitening import Transition, Whitening, natural_gradient, transport_gradient, transport_velocity
+from prong.distributed.joining import joined
 from prong.distributed.sharding import is_sharded, local, rows_of, whole
 from prong.distributed.workers import ALONE, Workers, unwrapped
 from prong.layers import Implicit, Kind, Plain, Site
@@ -22,15 +22,7 @@ from prong.model.estimate import Forward, estimate
 from prong.model.whiten import check_model, whitened_sites
 from prong.options import Damping, check_count, check_damping
 from prong.refresh.factorise import Reduction, Sites, collect, compute, requests_of
-from prong.refresh.transport import (
-    Update,
-    is_linear,
-    keeps_state,
-    plan_gradients,
-    plan_parameters,
-    plan_state,
-    reset_state,
-)
+from prong.refresh.transport import Update, keeps_state, moved, plan_state, reset_state
 
 OnRefresh = Literal["transport", "reset"]
 
@@ -73,33 +65,39 @@ def refresh_(
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     check_between_updates()
-    sites = require_whitened(unwrapped(model))
-    owner = next((layer.owner for layer, _ in sites.values() if layer.owner is not None), None)
+    sites = whitened_sites(unwrapped(model))
+    if not sites:
+        raise ValueError("this model has no whitened layers; call prong.whiten_(model) first, or make its optimizer")
+    owner = owner_of(sites)
     workers = Workers.of(model, process_group) if owner is None or process_group is not None else owner.workers
     moments = estimate(unwrapped(model), batches, samples, forward, workers)
-    on_refresh: OnRefresh = "transport" if owner is None else owner.state_on_refresh
-    if optimizer is None and owner is not None:
-        optimizer = owner.optimizer
-    new = whitenings_of(sites, moments, damping, workers, linear_of(None if owner is None else optimizer))
-    if owner is not None:
-        owner.finish()  # what comes from older statistics is not to come later
-    adopt_(sites, new, optimizer, on_refresh, workers)
-    if owner is not None:
-        owner.renewed(sites[name][1] for name in new)
+    renew_(sites, moments, damping, workers, optimizer, "transport" if owner is None else owner.state_on_refresh)
     return model
 
 
-def linear_of(optimizer: Optimizer | None) -> Callable[[Tensor], bool]:
-    """Which parameters have an optimizer that is linear in the gradient; all, where none is known."""
-    return lambda parameter: optimizer is None or is_linear(optimizer, parameter)
+def owner_of(sites: Sites) -> Any:
+    """Who refreshes these sites while an optimizer trains them, or None."""
+    return next((layer.owner for layer, _ in sites.values() if layer.owner is not None), None)
 
 
-def require_whitened(model: nn.Module) -> dict[str, tuple[Kind, Site]]:
-    """The whitened sites of a model that must have some."""
-    sites = whitened_sites(model)
-    if not sites:
-        raise ValueError("this model has no whitened layers; call prong.whiten_(model) first, or make its optimizer")
-    return dict(sites)
+def renew_(
+    sites: Sites,
+    moments: Mapping[str, Moments],
+    damping: Damping,
+    workers: Workers,
+    optimizer: Optimizer | None,
+    on_refresh: OnRefresh,
+) -> None:
+    """Whiten sites by these moments and the other workers', and tell their owner."""
+    owner = owner_of(sites)
+    if owner is not None and optimizer is None:
+        optimizer = owner.optimizer
+    new = whitenings_of(sites, moments, damping, workers, None if owner is None else optimizer)
+    if owner is not None:
+        owner.finish()  # what comes from older statistics is not to come later
+    assign_(sites, new, optimizer, on_refresh, workers=workers)
+    if owner is not None:
+        owner.renewed(sites[name][1] for name in new)
 
 
 def check_between_updates() -> None:
@@ -108,45 +106,33 @@ def check_between_updates() -> None:
         raise RuntimeError("a refresh during a backward pass would mix two coordinate systems; refresh between updates")
 
 
-def adopt_(
-    sites: Sites,
-    new: Mapping[str, Whitening],
-    optimizer: Optimizer | None = None,
-    on_refresh: OnRefresh = "transport",
-    workers: Workers = ALONE,
-    gradients: bool = False,
-) -> None:
-    """Give sites these whitenings, by name."""
-    whitenings = {name: (*sites[name], whitening) for name, whitening in new.items()}
-    assign_(whitenings, optimizer, on_refresh, gradients, workers=workers)
-
-
 def whitenings_of(
     sites: Sites,
     moments: Mapping[str, Moments],
     damping: Damping,
     workers: Workers = ALONE,
-    linear: Callable[[Tensor], bool] = lambda parameter: True,
+    optimizer: Optimizer | None = None,
 ) -> dict[str, Whitening]:
     """The whitenings of these moments and the other workers', by site; nothing is changed.
 
     A site whose factorisation fails is left out.
     """
     reduction = Reduction(moments, workers)
-    return collect(compute(requests_of(sites, reduction.moments, damping, linear), reduction, workers), workers)
+    return collect(compute(requests_of(sites, reduction.moments, damping, optimizer), reduction, workers), workers)
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def assign_(
-    whitenings: Mapping[str, tuple[Kind, Site, Whitening]],
+    sites: Sites,
+    new: Mapping[str, Whitening],
     optimizer: Optimizer | None = None,
     on_refresh: OnRefresh = "transport",
     gradients: bool = False,
     check: bool = True,
     workers: Workers = ALONE,
 ) -> None:
-    """Change coordinates: compute everything, check that it is finite (unless not to `check`), then assign.
+    """Give sites these whitenings: compute everything, check that it is finite (unless not to `check`), then assign.
 
     With `gradients`, those that wait for a step are carried over too. All workers take what the first has computed:
     products of the same matrices may differ in their last bits, and nothing would ever bring parameters together again.
@@ -157,7 +143,8 @@ def assign_(
     local_only: list[Update] = []  # of what is spread over workers
     checks: list[tuple[str, list[Update]]] = []
     resets: list[tuple[Kind, Site]] = []
-    for name, (layer, site, new) in whitenings.items():
+    for name, whitening in new.items():
+        layer, site = sites[name]
         weight, _ = layer.pair(site)
         mine = updates if workers.alone or not is_sharded(weight) else local_only
         held = layer.coordinates(site)
@@ -166,7 +153,7 @@ def assign_(
             if reset:
                 resets.append((layer, site))
             if gradients and isinstance(layer, Implicit) and site.whitening is None:
-                mine += _naturalized(layer, site, new)
+                mine += _naturalized(layer, site, whitening)
             if isinstance(layer, Plain) and optimizer is not None and not workers.alone and mine is updates:
                 mine += [] if joined(optimizer) else _as_they_are(optimizer, layer, site)
             continue
@@ -175,15 +162,16 @@ def assign_(
             resets.append((layer, site))
         like = local(weight.detach()).to(accumulation_dtype(weight.dtype))
         old = None if site.whitening is None else site.whitening.map(lambda x, like=like: x.to(like))  # type: ignore[misc]
-        transition = Transition.between(old, new.map(lambda x, like=like: x.to(like)))  # type: ignore[misc]
-        planned = plan_parameters(held, site, transition)
+        transition = Transition.between(old, whitening.map(lambda x, like=like: x.to(like)))  # type: ignore[misc]
+        planned = moved(site, *held, transition, transport_velocity)
         if optimizer is not None and not reset:
             planned += plan_state(optimizer, layer, site, transition)
         if check:
             checks.append((name, planned))
         mine += planned
         if gradients and not isinstance(layer, Plain):  # these may be anything: a GradScaler skips what is not finite
-            mine += plan_gradients(layer, site, transition)
+            gV, gd = (None if p is None else p.grad for p in layer.pair(site))
+            mine += [] if gV is None else moved(site, gV, gd, transition, transport_gradient)
     if not workers.alone:
         workers.broadcast_([value for _, value in updates])()
     with workers.together() if local_only else nullcontext():
@@ -201,10 +189,11 @@ def assign_(
     for target, value in (*updates, *local_only):
         target.copy_(value)
     stored: dict[Any, Whitening] = {}
-    for layer, site, new in whitenings.values():
-        key = (id(new), layer)
+    for name, whitening in new.items():
+        layer, site = sites[name]
+        key = (id(whitening), layer)
         if key not in stored:
-            stored[key] = layer.stored(site, new)
+            stored[key] = layer.stored(site, whitening)
         site.whitening = stored[key]
     if optimizer is not None:
         for layer, site in resets:
@@ -224,7 +213,7 @@ def _naturalized(layer: Implicit, site: Site, new: Whitening) -> list[Update]:
     weight, bias = layer.pair(site)
     if weight.grad is None or new.P is None:
         return []
-    gradients = [None if p is None or p.grad is None else p.grad for p in (weight, bias)]
+    gradients = [None if p is None else p.grad for p in (weight, bias)]
     read = local if site.layout.by_rows else whole
     if is_sharded(weight) and site.layout.by_rows:
         site = site.restricted(rows_of(weight))

@@ -51,36 +51,33 @@ class Drift:
         self._measurements += 1
 
     def value(self, squares: tuple[MeanSquare, MeanSquare] | None = None) -> float:
-        """The mean relative change, of these mean squares or its own; 0 before there is enough to tell."""
-        return 0.0 if self._measurements < FIRST + ENOUGH else _change(*(squares or self.squares))
+        """The mean relative change of these mean squares, or its own, beyond what chance makes of so few rows.
+
+        It is 0 before there is enough to tell. What is not finite is not known, and no reason to go on as before.
+        """
+        first, lately = squares or self.squares
+        before, after = first.mean(), lately.mean()
+        if self._measurements < FIRST + ENOUGH or before is None or after is None:
+            return 0.0
+        change = (after - before).abs() / (before + 1e-3 * before.mean())  # dead inputs have nothing to compare
+        change = change.where(after != before, 0).nan_to_num(math.inf)
+        chance = math.sqrt(4 / math.pi * (1 / first.count + 1 / lately.count))  # of normal rows
+        return max(0.0, float(change.mean()) - chance)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as tensors and numbers."""
         return {
-            "squares": [square.state_dict() for square in self.squares],
+            "first": self.squares[0].state_dict(),
+            "lately": self.squares[1].state_dict(),
             "measurements": self._measurements,
             "listening": self.listening,
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Continue from what `state_dict` gave."""
-        for square, saved in zip(self.squares, state["squares"], strict=True):
-            square.load_state_dict(saved, device)
+        for square, key in zip(self.squares, ("first", "lately"), strict=True):
+            square.load_state_dict(state[key], device)
         self._measurements, self.listening = int(state["measurements"]), bool(state["listening"])
-
-
-def _change(first: MeanSquare, lately: MeanSquare) -> float:
-    """The mean relative change, beyond what chance makes of so few rows; 0 where there is nothing to compare.
-
-    What is not finite is not known, and no reason to go on as before.
-    """
-    before, after = first.mean(), lately.mean()
-    if before is None or after is None:
-        return 0.0
-    change = (after - before).abs() / (before + 1e-3 * before.mean())  # dead inputs have nothing to compare
-    change = change.where(after != before, 0).nan_to_num(math.inf)
-    chance = math.sqrt(4 / math.pi * (1 / first.count + 1 / lately.count))  # of normal rows
-    return max(0.0, float(change.mean()) - chance)
 
 
 class Watch:
@@ -148,10 +145,9 @@ class Watch:
 
     def _squares(self, names: Iterable[str]) -> dict[str, tuple[MeanSquare, MeanSquare]]:
         """What all workers have measured of these sites, after their refresh and lately."""
-        zeros = {name: zeros_of(*self._sites[name]) for name in names}
-        own = {(name, i): (self._drifts[name].squares[i], zeros[name]) for name in zeros for i in (0, 1)}
-        found = summed(own, self._workers)
-        return {name: (found[name, 0], found[name, 1]) for name in zeros}
+        own = {(name, i): square for name in names for i, square in enumerate(self._drifts[name].squares)}
+        found = summed(own, lambda key: zeros_of(*self._sites[key[0]]), self._workers)
+        return {name: (found[name, 0], found[name, 1]) for name, _ in own}
 
 
 def zeros_of(layer: Kind, site: Site) -> Tensor:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from prong.core.factorise import WhiteningError, eps_of, rounded, scaled, storage_for, whiten
 from prong.core.moments import Moments
@@ -16,6 +19,7 @@ from prong.distributed.exchange import exchange, owners
 from prong.distributed.workers import Workers
 from prong.layers import Kind, Site
 from prong.options import Basis, Damping
+from prong.refresh.transport import is_linear
 
 Sites = Mapping[str, tuple[Kind, Site]]
 
@@ -90,12 +94,9 @@ class Reduction:
 
 def _triangle(moments: Moments, mean: Tensor) -> Tensor:
     """The scatter about another mean, packed: (groups, in (in + 1) / 2)."""
-    groups, size = mean.shape
-    if moments.count == 0:
-        return mean.new_zeros(groups, size * (size + 1) // 2)
     delta = moments.mean - mean
     scatter = torch.baddbmm(moments.scatter, delta.unsqueeze(2), delta.unsqueeze(1), alpha=moments.count)
-    return torch.cat([scatter[:, i, : i + 1] for i in range(size)], dim=1)
+    return torch.cat([scatter[:, i, : i + 1] for i in range(mean.shape[1])], dim=1)
 
 
 def _symmetric(triangle: Tensor, like: Tensor) -> Tensor:
@@ -146,59 +147,52 @@ class Request:
         return found if self.storage is None else rounded(found, self.moments, self.storage)
 
 
-Requests = Mapping[str, Request]
+Requests = Mapping[Request, list[str]]  # and the sites that share its result
 
 
 def requests_of(
-    sites: Sites, moments: Mapping[str, Moments], damping: Damping, linear: Callable[[Tensor], bool]
-) -> dict[str, Request]:
-    """What is to be factorised, by site. After this, layers are not asked again.
-
-    `linear` tells whether a parameter's optimizer is linear in the gradient.
-    """
-    seen = {name: m for name, m in moments.items() if m.count > 0}
-    if not seen:
+    sites: Sites, moments: Mapping[str, Moments], damping: Damping, optimizer: Optimizer | None = None
+) -> dict[Request, list[str]]:
+    """What is to be factorised, for this optimizer or for any. After this, layers are not asked again."""
+    requests: dict[Request, list[str]] = {}
+    for name, seen in moments.items():
+        if seen.count > 0:
+            requests.setdefault(_request(*sites[name], seen, damping, optimizer), []).append(name)
+    if not requests:
         raise ValueError("no whitened layer saw any input; did the model run on the batches?")
-    return {name: _request(*sites[name], m, damping, linear) for name, m in seen.items()}
+    return requests
 
 
-def _request(layer: Kind, site: Site, moments: Moments, damping: Damping, linear: Callable[[Tensor], bool]) -> Request:
+def _request(layer: Kind, site: Site, moments: Moments, damping: Damping, optimizer: Optimizer | None) -> Request:
     last = site.whitening
-    expected = last.P.shape[-1] if last is not None and last.P is not None and last.tail else 0
     weight, _ = layer.pair(site)
     return Request(
         moments,
         damping,
         layer.basis,
         layer.centred(site),
-        layer.cutoff if site.rank is None else max(layer.cutoff, 1.0),
-        expected,
-        site.rank,
-        site.layout.channels,
-        layer.basis is not None and not linear(weight),
-        storage_for(layer.storage, weight),
+        cutoff=layer.cutoff if site.rank is None else max(layer.cutoff, 1.0),
+        expected=last.P.shape[-1] if last is not None and last.P is not None and last.tail else 0,
+        most=site.rank,
+        channels=site.layout.channels,
+        scaled=layer.basis is not None and optimizer is not None and not is_linear(optimizer, weight),
+        storage=storage_for(layer.storage, weight),
     )
-
-
-def _warn(note: str) -> None:
-    warnings.warn(note, stacklevel=4)
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def factorise(requests: Requests, warn: Callable[[str], None] = _warn) -> dict[str, Whitening]:
-    """The whitenings that are wanted, where there are any. Another thread may do this.
-
-    Sites that share their statistics make one request.
-    """
-    known: dict[Request, Whitening | None] = {}
-    for name, request in requests.items():
-        if request not in known:
-            try:
-                known[request] = request.whitening(lambda note, name=name: warn(f"layer {name!r} {note}"))  # type: ignore[misc]
-            except (ValueError, FloatingPointError) as error:
-                raise type(error)(f"layer {name!r}: {error}") from None
-    return {name: found for name, request in requests.items() if (found := known[request]) is not None}
+def factorise(requests: Requests, warn: Callable[[str], None]) -> dict[str, Whitening]:
+    """The whitenings that are wanted, where there are any. Another thread may do this."""
+    found: dict[str, Whitening] = {}
+    for request, names in requests.items():
+        try:
+            whitening = request.whitening(lambda note, name=names[0]: warn(f"layer {name!r} {note}"))  # type: ignore[misc]
+        except (ValueError, FloatingPointError) as error:
+            raise type(error)(f"layer {names[0]!r}: {error}") from None
+        if whitening is not None:
+            found |= dict.fromkeys(names, whitening)
+    return found
 
 
 EIGENBASIS = 15.0  # how many Cholesky factorisations an eigendecomposition costs, about
@@ -217,26 +211,36 @@ class Share:
 
     Attributes:
         whitenings: by site.
+        complete: whether it is all of the refresh.
         notes: what users are to be warned of.
         error: why there is no result.
-        complete: whether it is all of the refresh.
     """
 
     whitenings: dict[str, Whitening]
+    complete: bool = True
     notes: list[str] = field(default_factory=list)
     error: Exception | None = None
-    complete: bool = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was computed, as tensors and numbers."""
+        found = {name: dict(whitening.items()) for name, whitening in self.whitenings.items()}
+        return {"whitenings": found, "complete": self.complete}
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> Share:
+        """What `state_dict` has told."""
+        return cls({name: Whitening(**w) for name, w in state["whitenings"].items()}, state["complete"])
 
 
 def compute(requests: Requests, reduction: Reduction, workers: Workers) -> Share:
     """This worker's share of what is wanted, once its moments have arrived. Another thread may do this."""
     if workers.alone:
-        return Share(factorise(requests))
-    owner = owners({request: cost(request) for request in requests.values()}, workers.size)
+        return Share(factorise(requests, partial(warnings.warn, stacklevel=4)))
+    owner = owners({request: cost(request) for request in requests}, workers.size)
     share = Share({}, complete=False)
     try:
-        mine = {name: wanted for name, wanted in requests.items() if owner[wanted] == workers.rank}
-        reduction.wait({request.moments for request in mine.values()})
+        mine = {request: names for request, names in requests.items() if owner[request] == workers.rank}
+        reduction.wait({request.moments for request in mine})
         share.whitenings = factorise(mine, share.notes.append)
     except Exception as error:  # the others are waiting to hear of it
         share.error = error
@@ -244,20 +248,15 @@ def compute(requests: Requests, reduction: Reduction, workers: Workers) -> Share
 
 
 def collect(share: Share, workers: Workers) -> dict[str, Whitening]:
-    """The whitenings of all sites, the same bits for everyone.
-
-    Raises:
-        Exception: what any worker's share has failed with, on all of them.
-    """
+    """The whitenings of all sites, the same bits for everyone; raises what any worker's share has failed with."""
     if share.complete:
         return share.whitenings
-    names: dict[int, list[str]] = {}  # of sites that share a whitening
-    for name, whitening in share.whitenings.items():
-        names.setdefault(id(whitening), []).append(name)
-    mine = {tuple(several): dict(share.whitenings[several[0]].items()) for several in names.values()}
     for notes in workers.meet(share.notes, share.error):
         for note in notes:
             warnings.warn(note, stacklevel=3)
-    found = exchange(mine, workers)
+    names: dict[int, list[str]] = {}  # of sites that share a whitening
+    for name, whitening in share.whitenings.items():
+        names.setdefault(id(whitening), []).append(name)
+    found = exchange({tuple(n): dict(share.whitenings[n[0]].items()) for n in names.values()}, workers)
     whitenings = {several: Whitening(**fields) for several, fields in found.items()}
     return {name: whitening for several, whitening in whitenings.items() for name in several}

@@ -30,7 +30,7 @@ from prong.model.estimate import (
 )
 from prong.model.whiten import check_model, fold_, whiten_, whitened_sites
 from prong.options import Basis, Damping, check_basis, check_damping
-from prong.refresh.apply import adopt_, check_between_updates, linear_of, whitenings_of
+from prong.refresh.apply import check_between_updates, renew_
 from prong.refresh.factorise import Reduction
 
 Scheme = Callable[[Tensor], Any]
@@ -95,7 +95,13 @@ def initialize_(
         settle_blocks(model, batches, forward, workers)
         _initialize_in_order(model, batches, damping, scheme, basis, forward, workers)
         if not plain:
-            _refresh(model, batches, damping, forward, workers)
+            moments, sites = estimate(model, batches, None, forward, workers), whitened_sites(model)
+            renew_(sites, moments, damping, workers, None, "reset")  # whatever an optimizer knows is of other weights
+            windows: dict[int, Window] = {}
+            for name, (_, site) in sites.items():
+                if site.window is not None:  # an open window begins with what was seen here
+                    window = Window(moments[name], share=site.window.share)
+                    site.window = windows.setdefault(id(moments[name]), window)
     except BaseException:
         with torch.no_grad():
             for parameter, value in before:
@@ -208,20 +214,3 @@ def _draw(layer: Kind, site: Site, whitening: Whitening, scheme: Scheme) -> None
             site.write(target, value)
     if isinstance(layer, Explicit):
         layer.set_canonical(values)
-
-
-def _refresh(
-    model: nn.Module, batches: Iterable[Any], damping: Damping, forward: Forward | None, workers: Workers
-) -> None:
-    sites = whitened_sites(model)
-    moments = estimate(model, batches, None, forward, workers)
-    owner = next((layer.owner for layer, _ in sites.values() if layer.owner is not None), None)
-    optimizer = None if owner is None else owner.optimizer
-    new = whitenings_of(sites, moments, damping, workers, linear_of(optimizer))
-    adopt_(sites, new, optimizer, "reset", workers)  # whatever it knows is of other weights
-    if owner is not None:
-        owner.renewed(sites[name][1] for name in new)
-    windows: dict[int, Window] = {}
-    for name, (_, site) in sites.items():
-        if site.window is not None:  # an open window begins with what was seen here
-            site.window = windows.setdefault(id(moments[name]), Window(moments[name], share=site.window.share))

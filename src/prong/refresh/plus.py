@@ -42,6 +42,13 @@ def spread_of(site: Site) -> Spread | None:
     return next((tap for tap in site.taps if isinstance(tap, Spread)), None)
 
 
+def forget_(sites: Iterable[Site]) -> None:
+    """Let go of what was measured in coordinates, or by forwards, that count no more."""
+    for site in sites:
+        if (spread := spread_of(site)) is not None:
+            spread.take()
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
 def rescale_(sites: Sites, optimizer: Optimizer, workers: Workers = ALONE) -> None:
@@ -55,15 +62,10 @@ def rescale_(sites: Sites, optimizer: Optimizer, workers: Workers = ALONE) -> No
     What was measured by all workers is checked before anything is changed, which then happens in place: s is at least
     DECAY^1/2.
     """
-    measured: dict[str, tuple[MeanSquare, Tensor]] = {}
-    for name, (layer, site) in sites.items():
-        spread = spread_of(site)
-        if spread is not None and site.whitening is not None:
-            measured[name] = spread, zeros_of(layer, site)
-    squares = summed(measured, workers)
-    own = {name: spread.take() for name, (spread, _) in measured.items()}
-    taken = own if workers.alone else {name: square.take() for name, square in squares.items()}
-    mean_squares = {name: each for name, each in taken.items() if each is not None}
+    spreads = {n: tap for n, (_, site) in sites.items() if site.whitening is not None and (tap := spread_of(site))}
+    squares = summed(spreads, lambda name: zeros_of(*sites[name]), workers)
+    mean_squares = {name: mean for name, square in squares.items() if (mean := square.mean()) is not None}
+    own = {name: spread.take() for name, spread in spreads.items()}
     if not _all_finite(mean_squares.values()):
         name = next(name for name, each in mean_squares.items() if not _all_finite([each]))
         mine = own[name]

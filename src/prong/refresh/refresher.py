@@ -5,27 +5,27 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from prong.core.moments import accumulation_dtype
 from prong.core.whitening import Whitening
-from prong.distributed.consent import Consent
+from prong.distributed.joining import joined
 from prong.distributed.sharding import reshard_, sharded_modules
 from prong.distributed.workers import Workers
 from prong.gradients.whitening import OutputWhitening
 from prong.layers import Kind, Plain, Site
 from prong.model.estimate import estimate
 from prong.options import Absolute, Damping, Every, OnDrift, Refresh
-from prong.refresh.apply import OnRefresh, adopt_, assign_, check_between_updates, linear_of
-from prong.refresh.background import Background
+from prong.refresh.apply import OnRefresh, assign_, check_between_updates
 from prong.refresh.drift import Watch
 from prong.refresh.factorise import Reduction, Share, collect, compute, requests_of
-from prong.refresh.plus import Spread, rescale_, spread_of
+from prong.refresh.plus import Spread, forget_, rescale_
 from prong.refresh.schedule import Timetable, Windows
 from prong.refresh.state import check_site_state, restore_site, site_state
 
@@ -67,10 +67,13 @@ class Refresher:
         self.windows = Windows(model, sites, self, workers, fading=self.source == "ema")
         self._watch = Watch(sites, workers)
         self.timetable = Timetable(refresh, self.windows if self._gathers else None, self._watch)
-        self._pending: Background[Share] = Background()
-        self._consent = None
-        if not workers.alone:
-            self._consent = Consent(workers, given, optimizer, lambda: self.windows.gathering, self.undo)
+        # A refresh with lag is taken when it is due, after a wait if need be, and never earlier: training does not
+        # depend on how fast the thread was.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prong")
+        self._pending: tuple[int, Future[Share]] | None = None
+        self._given = weakref.ref(given)
+        # Where layers tell of inputs that cannot be added: one that stopped in its forward would keep others waiting.
+        self.errors: list[FloatingPointError] | None = None if workers.alone else []
         self._next = 1  # the update that has anything to do after it
         self.released = False  # whether its layers were given up
         self._sharded = sharded_modules(model)
@@ -102,11 +105,6 @@ class Refresher:
         return options.state if isinstance(options, Every | OnDrift) else "transport"
 
     @property
-    def errors(self) -> list[FloatingPointError] | None:
-        """Where layers tell of inputs that cannot be added, if others would wait for them."""
-        return None if self._consent is None else self._consent.errors
-
-    @property
     def _gathers(self) -> bool:
         """Whether samples come from the training forwards."""
         return isinstance(self.source, str)
@@ -115,37 +113,46 @@ class Refresher:
         """Refresh now, from `batches`, the loader, or what the windows hold."""
         check_between_updates()
         self._check_unfolded()
-        self._pending.drop()
-        self._note_fixed_biases()
-        source, names = self.source if batches is None else batches, self._trained()
+        self._pending = None
+        source = self.source if batches is None else batches
         if source is None:
             raise ValueError("with prong.Never() there are no samples to refresh from: give batches")
+        self._refresh(self._trained(), source, lag=0)
         if isinstance(source, str):
-            self._refresh_from_windows(names, lag=0)
             self._open_windows()
-        elif names:
-            reduction = self._estimated(source, names)
-            self._whiten(reduction, list(reduction.moments), lag=0)
 
     def before_step(self) -> None:
         """Ask the other workers; and before the first update, whiten by what its forwards have seen."""
-        if self._consent is not None:
-            self._consent.ask()
-        if (
-            self.updates > 0
-            or not self.timetable.at_once
-            or any(s.whitening is not None for _, s in self.sites.values())
-        ):
+        if self.errors is not None:
+            self._ask(self.errors)
+        if self.updates > 0 or not self.timetable.at_once or any(s.whitening for _, s in self.sites.values()):
             return
-        self._note_fixed_biases()
         names = self._trained()
         if not self._gathers:
-            self._refresh(names)
+            self._refresh(names, self.source, self.timetable.lag)
             return
+        self._note_fixed_biases()
         reduction = self.windows.reduced(names)
-        ready = [name for name, moments in reduction.moments.items() if moments.count >= 2]
-        if ready:
+        if ready := [name for name, moments in reduction.moments.items() if moments.count >= 2]:
             self._whiten(reduction, ready, lag=0, gradients=True)
+
+    def _ask(self, errors: list[FloatingPointError]) -> None:
+        """Go on if everyone's data could be counted; else all refuse the step.
+
+        Raises:
+            FloatingPointError: some data could not be counted; the message names layer and rank.
+            RuntimeError: the model alone is joined, so that a worker without data would not be here to answer.
+        """
+        if joined(self._given()) and not joined(self._optimizer()):
+            raise RuntimeError(
+                "the optimizer's workers exchange statistics too: instead of model.join() use "
+                "torch.distributed.algorithms.Join([model, optimizer]), with an optimizer of prong's own"
+            )
+        if self.windows.gathering and self.workers.any(bool(errors)):
+            first = next(iter(errors), None)
+            errors.clear()
+            self.undo()
+            self.workers.meet(None, first)
 
     def after_step(self) -> None:
         """Keep what was gathered for this update, and refresh what is due."""
@@ -160,15 +167,16 @@ class Refresher:
         scheduled = self.next_refresh(self.updates - 1) == self.updates
         if self.timetable.by_drift:
             self._watch.note(self.updates)
-        if self._pending.due is not None and self.updates >= self._pending.due:
+        if self._pending is not None and self.updates >= self._pending[0]:
             self.finish()
-        due = self.timetable.due(self.updates, self._trained(), scheduled)
-        if due:
-            self._refresh(due)
+        if due := self.timetable.due(self.updates, self._trained(), scheduled):
+            self._refresh(due, self.source, self.timetable.lag)
         if self.plus:
             rescale_(self.sites, self.optimizer, self.workers)  # which does nothing to sites in new coordinates
         if self.source == "window" and self.updates == 1 and not due:
-            self._close_windows_until_due()
+            # Now it is known how fast windows fill: those that are not due yet have begun too early.
+            self.windows.measure(self.windows.examples(), self.updates)
+            self._close_windows_until_due(self.sites)
         if self._gathers:
             self._open_windows()
         self._next = self._busy_again()
@@ -178,7 +186,7 @@ class Refresher:
         if self.plus or self.source == "ema" or self.timetable.by_drift:
             return self.updates + 1
         coming = self.next_refresh()
-        events = [coming, self._pending.due]
+        events = [coming, None if self._pending is None else self._pending[0]]
         if coming is not None and self._gathers:
             events.append(self.windows.first_opening(self.timetable.samples, coming))
         return max(self.updates + 1, min((event for event in events if event is not None), default=2**62))
@@ -206,19 +214,17 @@ class Refresher:
             site.fixed_bias = False
             layer.owner = None
         self.windows.watch_forwards()
-        self._pending.drop()
+        self._pending = None
 
     def undo(self) -> None:
         """Take back what was gathered since the last update: a forward has failed."""
         if any(site.aside for _, site in self.sites.values()):
             return  # statistics that somebody else gathers; our windows are put aside
         self.windows.undo()
-        for layer, site in self.sites.values():
+        for layer, _ in self.sites.values():
             if isinstance(layer, Plain) and self.updates == 0:
                 layer.plan_again()
-            spread = spread_of(site)
-            if spread is not None:
-                spread.take()
+        forget_(site for _, site in self.sites.values())
         if self.gradients is not None:
             self.gradients.undo()
 
@@ -234,13 +240,9 @@ class Refresher:
     def _unwhiten(self, optimizer: Optimizer | None) -> None:
         """Bring parameters, gradients and, if the optimizer is given, its state back to canonical coordinates."""
         whitened = {n: (layer, site) for n, (layer, site) in self.sites.items() if site.whitening is not None}
-        held = {
-            name: (layer, site, _identity(site.layout.matrices, site.layout.features, layer.pair(site)[0]))
-            for name, (layer, site) in whitened.items()
-            if layer.coordinates(site) is not None
-        }
-        if held:
-            assign_(held, optimizer, self.state_on_refresh, gradients=True, check=False)
+        canonical = {n: _identity(*both) for n, both in whitened.items() if both[0].coordinates(both[1]) is not None}
+        if canonical:
+            assign_(self.sites, canonical, optimizer, self.state_on_refresh, gradients=True, check=False)
         for layer, site in whitened.values():
             site.whitening = None
             if isinstance(layer, Plain):
@@ -258,10 +260,10 @@ class Refresher:
         if self.gradients is not None:
             self.gradients.share()
         self._watch.share()
-        held, due = self._pending.peek(), self._pending.due
-        if held is not None and due is not None:
-            self._pending.drop()
-            self._pending.put(Share(collect(held, self.workers)), due)
+        if self._pending is not None:
+            due, share = self._pending
+            complete = Share(collect(share.result(), self.workers))
+            self._pending = due, self._thread.submit(lambda: complete)
 
     def state_dict(self) -> dict[str, Any]:
         """Whitening, windows and counters, by the names of the layers; tensors, numbers and strings only.
@@ -270,18 +272,18 @@ class Refresher:
         `synchronize`.
         """
         self._check_unfolded()
-        absolute = isinstance(self.damping, Absolute)
+        pending = self._pending
         state = {
             "kind": self._kind(),
             "workers": self.workers.size,
             "updates": self.updates,
             "damping": self.damping.eps if isinstance(self.damping, Absolute) else self.damping,
-            "absolute": absolute,
+            "absolute": isinstance(self.damping, Absolute),
             "refresh": self.timetable.settings(),
             "layers": {name: site_state(layer, site) for name, (layer, site) in self.sites.items()},
             "windows": self.windows.state_dict(),
             **self._watch.state_dict(),
-            "pending": self._pending_state(),
+            "pending": None if pending is None else {"due": pending[0], **pending[1].result().state_dict()},
         }
         return state if self.gradients is None else {**state, "gradients": self.gradients.state_dict()}
 
@@ -289,9 +291,7 @@ class Refresher:
         """Continue as if never stopped, from what `state_dict` gave; damping and the schedule are those saved."""
         for name, (layer, site) in self.sites.items():
             restore_site(layer, site, state["layers"][name])
-            spread = spread_of(site)
-            if spread is not None:
-                spread.take()  # of what came before the load
+        forget_(site for _, site in self.sites.values())
         weight = state["workers"] / self.workers.size
         self.windows.scale(weight)
         self.updates, self._next = int(state["updates"]), int(state["updates"]) + 1
@@ -299,20 +299,19 @@ class Refresher:
         self.timetable.adopt(state["refresh"])
         self.windows.load_state_dict(state["windows"])
         self._watch.load_state_dict(state)
-        self._pending.drop()
-        if state["pending"] is not None:
-            held = {name: Whitening(**w) for name, w in state["pending"]["whitenings"].items()}
-            self._pending.put(Share(held, complete=state["pending"]["complete"]), int(state["pending"]["due"]))
+        self._pending = None
+        if (pending := state["pending"]) is not None:
+            self._pending = int(pending["due"]), self._thread.submit(Share.of_state, pending)
         if self.gradients is not None:
             self.gradients.load_state_dict(state["gradients"], weight)
 
     def start_anew(self) -> None:
         """Canonical coordinates, no updates made: as on the first day, whatever the optimizer knows."""
-        self._pending.drop()
+        self._pending = None
         self._unwhiten(None)
         self.updates, self._next = 0, 1
         for name in self.sites:
-            self._drop_window(name)
+            self._close_window(name)
         self.windows.load_state_dict({"start": dict.fromkeys(self.sites, 0), "rates": {}})
         self._watch.load_state_dict({"drifted": [], "drift": {}})
         if self.gradients is not None:
@@ -322,15 +321,12 @@ class Refresher:
 
     def _kind(self) -> dict[str, Any]:
         """What a state must agree on."""
-        options = type(self.timetable.options).__name__
-        return {"plus": self.plus, "source": self.source if self._gathers else "loader", "refresh": options}
-
-    def _pending_state(self) -> dict[str, Any] | None:
-        held = self._pending.peek()
-        if held is None:
-            return None
-        whitenings = {name: dict(w.items()) for name, w in held.whitenings.items()}
-        return {"due": self._pending.due, "whitenings": whitenings, "complete": held.complete}
+        return {
+            "refresh": type(self.timetable.options).__name__,
+            "source": self.source if self._gathers else "loader",
+            "plus": self.plus,
+            "gradients": None if self.gradients is None else self.gradients.source,
+        }
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Refuse a state that is not of this model and kind of training, or a model that was folded since."""
@@ -343,10 +339,6 @@ class Refresher:
                 "this state is of a model with other whitened layers: "
                 f"missing {sorted(mine - saved)}, unexpected {sorted(saved - mine)}"
             )
-        source = None if self.gradients is None else self.gradients.source
-        other = state["gradients"]["source"] if "gradients" in state else None
-        if source != other:
-            raise ValueError(f"this state is of training with gradient whitening {other!r}, not {source!r}")
         if state["kind"] != self._kind():
             raise ValueError(f"this state is of training with {state['kind']}, not {self._kind()}")
         for name, (layer, site) in self.sites.items():
@@ -361,34 +353,22 @@ class Refresher:
         if self.folded:
             raise ValueError("this model was folded, so its optimizer has no whitening; make a new optimizer")
 
-    def shadow(self) -> None:
-        """Take part in an update for which this worker has no data; it makes no step of its own."""
-        self.before_step()
-        self.after_step()
-
     def _trained(self) -> list[str]:
         """The sites of weights that are not frozen; nothing would use the whitening of the others."""
         return [name for name, (layer, site) in self.sites.items() if layer.pair(site)[0].requires_grad]
 
-    def _refresh(self, names: list[str]) -> None:
-        """Refresh these sites, at once or with the lag."""
+    def _refresh(self, names: list[str], source: Any, lag: int) -> None:
+        """Refresh these sites, by what windows hold or from batches, now or later."""
         self._note_fixed_biases()
         self.finish()  # where refreshes are closer than the lag
-        if self._gathers:
-            self._refresh_from_windows(names, self.timetable.lag)
-            return
-        assert self.source is not None
-        reduction = self._estimated(self.source, names)
-        reached = [name for name, moments in reduction.moments.items() if moments.count > 0]
-        if reached:
-            self._whiten(reduction, reached, self.timetable.lag)
-
-    def _estimated(self, batches: Iterable[Any], names: list[str]) -> Reduction:
-        """What all workers see of these sites' inputs when they run the model on batches."""
-        samples = self.timetable.samples or None
-        moments = estimate(self.model, batches, samples, None, self.workers, names)
-        self._watch_anew(names)
-        return Reduction(moments, self.workers)
+        if isinstance(source, str):
+            self._refresh_from_windows(names, lag)
+        elif names:
+            moments = estimate(self.model, source, self.timetable.samples or None, None, self.workers, names)
+            self._watch_anew(names)
+            reduction = Reduction(moments, self.workers)
+            if reached := [name for name, moments in reduction.moments.items() if moments.count > 0]:
+                self._whiten(reduction, reached, lag)
 
     def _refresh_from_windows(self, names: list[str], lag: int) -> None:
         """Refresh those of these sites that saw enough; the windows of the others stay open."""
@@ -413,31 +393,30 @@ class Refresher:
     def _whiten(self, reduction: Reduction, names: list[str], lag: int, gradients: bool = False) -> None:
         """Give these sites the whitenings of all workers' moments, now or later."""
         moments = {name: reduction.moments[name] for name in names}
-        requests = requests_of(self.sites, moments, self.damping, linear_of(self.optimizer))
+        requests = requests_of(self.sites, moments, self.damping, self.optimizer)
         share = partial(compute, requests, reduction, self.workers)
         if lag == 0:
             self._change(collect(share(), self.workers), gradients)
         else:
-            self._pending.start(share, self.updates + lag)
+            self._pending = self.updates + lag, self._thread.submit(share)
 
     def _change(self, new: dict[str, Whitening], gradients: bool = False) -> None:
         """Go over to new coordinates."""
-        adopt_(self.sites, new, self.optimizer, self.state_on_refresh, self.workers, gradients)
+        assign_(self.sites, new, self.optimizer, self.state_on_refresh, gradients, workers=self.workers)
         self.renewed(self.sites[name][1] for name in new)
 
     def finish(self) -> None:
         """Make the refresh that is under way in another thread, if there is one, now."""
-        if self._pending.due is not None:
-            self._change(collect(self._pending.take(), self.workers))
+        if self._pending is not None:
+            (_, share), self._pending = self._pending, None
+            self._change(collect(share.result(), self.workers))
 
     def renewed(self, sites: Iterable[Site]) -> None:
         """Forget what was measured of these sites in other coordinates than they have now."""
         changed = set(sites)
         self._watch_anew(name for name, (_, site) in self.sites.items() if site in changed)
-        for site in changed if self.plus else ():
-            spread = spread_of(site)
-            if spread is not None:
-                spread.take()
+        if self.plus:
+            forget_(changed)
 
     def _watch_anew(self, names: Iterable[str]) -> None:
         """Where drift decides: these sites were refreshed, or will be; let drift be measured from now."""
@@ -452,35 +431,27 @@ class Refresher:
         if self.source != "window":
             return  # they fade after every update
         self.windows.begin(examples, self.updates)
-        coming = self.next_refresh()
-        for name in examples:
-            if not self.timetable.window_is_due(name, self.updates, coming):
-                self.windows.close(name)
+        self._close_windows_until_due(examples)
         self.windows.fade(examples, self.timetable.samples)
 
-    def _close_windows_until_due(self) -> None:
-        """After the first update it is known how fast windows fill: those that are not due yet have begun too early."""
-        self.windows.measure(self.windows.examples(), self.updates)
+    def _close_windows_until_due(self, names: Iterable[str]) -> None:
+        """Gather nothing yet for what is far away, and forget what was."""
         coming = self.next_refresh()
-        for name, (_, site) in self.sites.items():
-            if site.window is not None and not self.timetable.window_is_due(name, self.updates, coming):
-                self._drop_window(name)
+        for name in names:
+            if not self.timetable.window_is_due(name, self.updates, coming):
+                self._close_window(name)
 
-    def _drop_window(self, name: str) -> None:
-        """Gather nothing more of a site, and forget what was."""
-        self.windows.close(name)
-        if self.gradients is not None:
-            self.sites[name][1].outputs = None
+    def _close_window(self, name: str) -> None:
+        _, site = self.sites[name]
+        site.window = site.outputs = None
 
     def _open_windows(self) -> None:
         trained, coming = set(self._trained()), self.next_refresh()
         for name, (_, site) in self.sites.items():
             if name not in trained:
-                self._drop_window(name)
+                self._close_window(name)
                 continue
-            if site.window is None and (
-                self.source == "ema" or self.timetable.window_is_due(name, self.updates, coming)
-            ):
+            if self.source == "ema" or self.timetable.window_is_due(name, self.updates, coming):
                 self.windows.open(name, self.updates)
             if site.window is not None and self.gradients is not None:
                 self.gradients.open(name)
@@ -489,7 +460,8 @@ class Refresher:
         self.windows.watch_forwards()
 
 
-def _identity(groups: int, features: int, like: Tensor) -> Whitening:
+def _identity(layer: Kind, site: Site) -> Whitening:
     """U = I and no centre: canonical coordinates."""
-    U = torch.eye(features, dtype=accumulation_dtype(like.dtype), device=like.device).expand(groups, -1, -1)
-    return Whitening(None, 0.0, U=U, U_inv=U)
+    weight, layout = layer.pair(site)[0], site.layout
+    U = torch.eye(layout.features, dtype=accumulation_dtype(weight.dtype), device=weight.device)
+    return Whitening(None, 0.0, U=U.expand(layout.matrices, -1, -1), U_inv=U.expand(layout.matrices, -1, -1))

@@ -33,6 +33,13 @@ def share_of_rows(layout: Layout) -> float:
     return min(1.0, SHARE * 6 * layout.outputs * layout.taps / (1.25 * layout.features + 20))
 
 
+def new_window(layer: Kind, site: Site) -> Window:
+    """A window for a site's inputs, which looks at as many of them as may be."""
+    window = site.new_window(layer.pair(site)[0])
+    window.share = share_of_rows(site.spread or site.layout)
+    return window
+
+
 class Windows:
     """The windows of a model's sites, and how fast they fill.
 
@@ -42,12 +49,7 @@ class Windows:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        sites: Mapping[str, tuple[Kind, Site]],
-        owner: Any,
-        workers: Workers,
-        fading: bool,
+        self, model: nn.Module, sites: Mapping[str, tuple[Kind, Site]], owner: Any, workers: Workers, fading: bool
     ) -> None:
         self._model, self._sites, self._owner, self._workers = model, sites, owner, workers
         self._fading = fading
@@ -69,9 +71,13 @@ class Windows:
         """Begin to gather, unless that has begun."""
         layer, site = self._sites[name]
         if site.window is None:
-            site.window = site.new_window(layer.pair(site)[0])
-            site.window.share = share_of_rows(site.spread or site.layout)
+            site.window = new_window(layer, site)
             self._start[name] = now
+
+    def _opened(self, names: Iterable[str] | None = None) -> dict[str, Window]:
+        """The open ones of these sites, or of all."""
+        names = self._sites if names is None else names
+        return {name: window for name in names if (window := self._sites[name][1].window) is not None}
 
     @property
     def gathering(self) -> bool:
@@ -80,25 +86,24 @@ class Windows:
 
     def full(self, name: str, samples: int, now: int) -> bool:
         """Whether a window has seen so many examples; of several workers, by what it is known to gain per update."""
-        inputs, updates = self._sites[name][1].window, self.updates(name, samples)
-        if inputs is None:
+        window, updates = self._sites[name][1].window, self.updates(name, samples)
+        if window is None:
             return False
         if self._fading or not (self._workers.alone or updates is None):
             return updates is not None and now - self._start[name] >= updates
-        return self._workers.total({name: inputs.examples})[name] >= samples
+        return self._workers.total({name: window.examples})[name] >= samples
 
     def reduced(self, names: Iterable[str]) -> Reduction:
         """What the open ones of all workers hold, on its way."""
         if not self._workers.alone:
             agree_((layer for layer, _ in self._sites.values()), self._workers)
-        windows = {name: inputs for name in names if (inputs := self._sites[name][1].window) is not None}
-        moments = {name: inputs.moments for name, inputs in windows.items()}
-        return Reduction(moments, self._workers, {name: inputs.examples for name, inputs in windows.items()})
+        windows = self._opened(names)
+        moments = {name: window.moments for name, window in windows.items()}
+        return Reduction(moments, self._workers, {name: window.examples for name, window in windows.items()})
 
     def examples(self) -> dict[str, float]:
         """How many the open ones of all workers hold."""
-        own = {name: inputs.examples for name, (_, site) in self._sites.items() if (inputs := site.window) is not None}
-        return self._workers.total(own)
+        return self._workers.total({name: window.examples for name, window in self._opened().items()})
 
     def measure(self, examples: Mapping[str, float], now: int) -> None:
         """Learn how fast these fill, from how many examples they hold."""
@@ -113,12 +118,9 @@ class Windows:
 
     def fade(self, examples: Mapping[str, float], samples: int) -> None:
         """Let what is older than `samples` examples count less, given how many all workers have seen of late."""
-        faded: set[int] = set()
-        for name, seen in examples.items():
-            inputs = self._sites[name][1].window
-            if inputs is not None and id(inputs) not in faded:  # sites may share theirs
-                inputs.forget(seen / samples)
-                faded.add(id(inputs))
+        seen = {window: examples[name] for name, window in reversed(self._opened(examples).items())}
+        for window, new in seen.items():  # sites may share theirs
+            window.forget(new / samples)
 
     def fade_after_update(self, samples: int) -> None:
         """The same for all of them, at every update, which tells how many examples one has."""
@@ -129,31 +131,22 @@ class Windows:
     def scale(self, weight: float) -> None:
         """Let everything they hold count so many times, as when it was saved by another number of workers."""
         if weight != 1:
-            for window in {id(site.window): site.window for _, site in self._sites.values()}.values():
-                if window is not None:
-                    window.scale(weight)
+            for window in set(self._opened().values()):
+                window.scale(weight)
 
     def share(self) -> None:
         """Give every worker the same part of what the windows of all hold, so that any of them can be saved for all."""
         reduction = self.reduced(self._sites)
-        shared: set[Window] = set()
-        for name, moments in reduction.wait().items():
-            window = self._sites[name][1].window
-            if window is not None and window not in shared:
-                window.restart(moments.snapshot())
-                window.examples = reduction.examples[name]
-                window.scale(1 / self._workers.size)
-                shared.add(window)
-
-    def close(self, name: str) -> None:
-        """Forget all of it."""
-        self._sites[name][1].window = None
+        found = {window: name for name, window in reversed(self._opened(reduction.wait()).items())}
+        for window, name in found.items():
+            window.restart(reduction.moments[name].snapshot())
+            window.examples = reduction.examples[name]
+            window.scale(1 / self._workers.size)
 
     def undo(self) -> None:
         """Take back what was gathered since the last update."""
-        for _, site in self._sites.values():
-            if site.window is not None:
-                site.window.undo()
+        for window in self._opened().values():
+            window.undo()
 
     def watch_forwards(self) -> None:
         """Begin or cease to notice failures, as windows are open or not."""
@@ -189,12 +182,12 @@ class Timetable:
     @property
     def samples(self) -> int:
         """Examples per refresh."""
-        return 0 if isinstance(self.options, Never) else self.options.samples
+        return getattr(self.options, "samples", 0)
 
     @property
     def lag(self) -> int:
         """How many updates later coordinates change."""
-        return 0 if isinstance(self.options, Never) else self.options.lag
+        return getattr(self.options, "lag", 0)
 
     @property
     def by_drift(self) -> bool:
@@ -202,29 +195,32 @@ class Timetable:
         return isinstance(self.options, OnDrift)
 
     @property
+    def _growth(self) -> float | None:
+        """How much rarer the first refreshes become; None where there are none of these."""
+        return 1.0 if self.by_drift else getattr(self.options, "growth", None)
+
+    @property
     def at_once(self) -> bool:
         """Whether there is a refresh before the first update."""
-        return isinstance(self.options, OnDrift) or (
-            isinstance(self.options, Every) and self.options.growth is not None
-        )
+        return self._growth is not None
 
     def next_refresh(self, now: int, names: Iterable[str]) -> int | None:
         """The update after which the next refresh comes; None if that depends on drift, or there is none."""
-        if isinstance(self.options, Never):
-            return None
-        growth = 1.0 if isinstance(self.options, OnDrift) else self.options.growth
-        early = _after(now, growth) if growth is not None else None
-        if isinstance(self.options, OnDrift):
-            assert early is not None
-            return early if any(early <= self._first_updates(name) for name in names) else None
-        coming = (now // self.options.updates + 1) * self.options.updates
-        return coming if early is None or now >= self.options.updates else min(early, coming)
+        early = None if self._growth is None else _after(now, self._growth)
+        if isinstance(self.options, Every):
+            coming = (now // self.options.updates + 1) * self.options.updates
+            return coming if early is None or now >= self.options.updates else min(early, coming)
+        return early if early is not None and any(self._is_early(name, early) for name in names) else None
 
     def due(self, now: int, names: Iterable[str], scheduled: bool) -> list[str]:
         """The sites to refresh after update `now`, which is one that `next_refresh` named or not."""
         if not self.by_drift:
             return list(names) if scheduled else []
         return [name for name in names if (scheduled if self._is_early(name, now) else self._is_ready(name, now))]
+
+    def _is_ready(self, name: str, now: int) -> bool:
+        """Whether a site waits for a refresh (before workers are asked), and there are enough samples for one."""
+        return self._watch.wants(name) and (self._windows is None or self._windows.full(name, self.samples, now))
 
     def window_is_due(self, name: str, now: int, coming: int | None) -> bool:
         """Whether a window of `samples` examples that ends at the refresh that is coming has begun."""
@@ -240,28 +236,18 @@ class Timetable:
 
     def settings(self) -> dict[str, Any]:
         """What `adopt` takes: all but where samples come from."""
-        return {"kind": type(self.options).__name__, **{k: v for k, v in told(self.options).items() if k != "source"}}
+        return {name: value for name, value in told(self.options).items() if name != "source"}
 
     def adopt(self, settings: dict[str, Any]) -> None:
         """Go on with settings that were saved."""
-        self.options = replace(self.options, **{k: v for k, v in settings.items() if k != "kind"})
+        self.options = replace(self.options, **settings)
 
     def _is_early(self, name: str, update: int) -> bool:
-        """Where drift decides: whether a site is refreshed by counting until this update."""
-        return update <= self._first_updates(name)
-
-    def _is_ready(self, name: str, now: int) -> bool:
-        """Whether a site waits for a refresh, and there are enough samples for one."""
-        if not self._watch.wants(name):  # before workers are asked
-            return False
-        return self._windows is None or self._windows.full(name, self.samples, now)
-
-    def _first_updates(self, name: str) -> int:
-        """Where drift decides: refresh at powers of two up to this update, the first to fill a window."""
+        """Where drift decides: whether it is still at powers of two, up to the first to fill a window, that is due."""
         if self._windows is None:
-            return 0
+            return update <= 0
         window = self._windows.updates(name, self.samples) or 1  # at the first update it is not known how fast it fills
-        return 1 << (window - 1).bit_length()
+        return update <= 1 << (window - 1).bit_length()
 
 
 def _after(now: int, growth: float) -> int:

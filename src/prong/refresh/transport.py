@@ -74,19 +74,6 @@ def keeps_state(optimizer: Optimizer, layer: Kind, site: Site) -> bool:
     return layer.basis == "zca" and site.whitening is not None
 
 
-def plan_parameters(held: tuple[Tensor, Tensor | None], site: Site, transition: Transition) -> list[Update]:
-    """The new V and d of a site: the same function in new coordinates."""
-    return _moved(site, *held, transition, transport_velocity)
-
-
-def plan_gradients(layer: Kind, site: Site, transition: Transition) -> list[Update]:
-    """The new gradients of V and d, where there are any."""
-    V, d = layer.pair(site)
-    if V.grad is None:
-        return []
-    return _moved(site, V.grad, None if d is None else d.grad, transition, transport_gradient)
-
-
 def plan_state(optimizer: Optimizer, layer: Kind, site: Site, transition: Transition) -> list[Update]:
     """The new values of the optimizer's state for V and d, carried over."""
     weight, bias = layer.pair(site)
@@ -100,14 +87,14 @@ def plan_state(optimizer: Optimizer, layer: Kind, site: Site, transition: Transi
         if isinstance(value, Tensor) and value.numel() == weight.numel():
             of_bias = state_d.get(key)
             of_bias = local(of_bias) if isinstance(of_bias, Tensor) else None
-            moved = _moved(site, local(value).view(local(weight).shape), of_bias, transition, transport)
+            new = moved(site, local(value).view(local(weight).shape), of_bias, transition, transport)
             if key == "exp_avg":
-                mean = moved[0][1]
+                mean = new[0][1]
             elif mean is not None and transport is transport_square:
                 # Carried over roughly, squares may be far too small beside a mean that was carried over exactly, and a
                 # step in a direction that was hardly seen before could be of any length.
-                torch.maximum(moved[0][1], LEAST_SQUARE * mean.square(), out=moved[0][1])
-            updates += moved
+                torch.maximum(new[0][1], LEAST_SQUARE * mean.square(), out=new[0][1])
+            updates += new
     return updates
 
 
@@ -135,13 +122,14 @@ def reset_state(optimizer: Optimizer, layer: Kind, site: Site) -> None:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(velocity)
 
 
-def _moved(
+def moved(
     site: Site, weight: Tensor, bias: Tensor | None, transition: Transition, transport: Transport
 ) -> list[Update]:
+    """The values of a site's weight and bias, or of what is shaped like them, in new coordinates."""
     precise = [None if x is None else x.to(transition.M.dtype) for x in (weight, bias)]
     assert precise[0] is not None
     if transition.shift is None or bias is None or bias.dim() == 0:
         precise[1] = None
-    moved = site.unpacked(*transport(*site.packed(precise[0], precise[1]), transition))
+    values = site.unpacked(*transport(*site.packed(precise[0], precise[1]), transition))
     targets = (site.part(weight), site.part(bias))
-    return [(t, m) for t, m in zip(targets, moved, strict=True) if t is not None and m is not None]
+    return [(t, m) for t, m in zip(targets, values, strict=True) if t is not None and m is not None]
