@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 from torch import nn
 
-from prong.analysis.observation import Listener, fitting
+from prong.analysis.observation import Listener
 from prong.analysis.spectral.allocation import ALLOCATIONS, Options, Plan, keep_share, worthwhile
 from prong.analysis.spectral.probing import Compressible, Probe, distances
 from prong.analysis.spectral.replacement import Criterion, Subject
 from prong.model.estimate import Forward, as_batches, call_model, run_batches, undisturbed
-from prong.model.tables import aligned
-from prong.model.whiten import check_model, fold_, shared_parameters, why_not
+from prong.model.summary import aligned
+from prong.model.whiten import check_model, fitting, fold_, shared_parameters, why_not
 from prong.options import check_count
 
 Allocation = Literal["least", "equal"]

@@ -6,12 +6,11 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from prong.analysis.observation import fitting
 from prong.layers import Explicit, Kind
 from prong.layers.attention import AttentionKind
 from prong.layers.dropping import Dropping
 from prong.layers.linear import ExplicitOutProjection
-from prong.model.whiten import check_model, site_name, whitened_layers
+from prong.model.whiten import check_model, fitting, site_name, whitened_layers
 
 NOT_ALIKE = "attention and its output projection"
 
