@@ -45,13 +45,9 @@ class _Start:
 
 
 class Trust:
-    """Bounds the steps of an optimizer.
+    """Bounds the steps of an optimizer: `most` is the largest RMS change of pre-activations per step.
 
-    Args:
-        most: the largest RMS change of pre-activations per step.
-        sites: what is whitened.
-        optimizer: whose steps.
-        spread: those who hold a part of every parameter each, if they are spread.
+    `spread` are those who hold a part of every parameter each, if parameters are spread.
     """
 
     def __init__(
@@ -152,14 +148,12 @@ class Trust:
             return predicted(layer, site, dW, db)
         total = torch.zeros((), dtype=torch.float64, device=dW.device)
         for p, gradient in ((weight, dW), (bias, db)):
-            if p is None or gradient is None:
-                continue
-            natural = isinstance(layer, Plain) and layer.natural
-            other = self._units(site, layer.ordinary(p)) if isinstance(layer, Plain) and natural else gradient
-            assert other is not None
-            total = total + (gradient * other).sum(dtype=torch.float64)
-        layout = site.layout
-        number = dW.shape[0] if layout.by_rows else layout.outputs * layout.groups
+            if p is not None and gradient is not None:
+                natural = isinstance(layer, Plain) and layer.natural
+                other = self._units(site, layer.ordinary(p)) if isinstance(layer, Plain) and natural else gradient
+                assert other is not None
+                total = total + (gradient * other).sum(dtype=torch.float64)
+        number = dW.shape[0] if site.layout.by_rows else site.layout.outputs * site.layout.groups
         return torch.stack([total, total.new_tensor(float(number))])
 
     def _start(self, layer: Kind, site: Site) -> _Start:
