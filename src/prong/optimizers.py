@@ -37,7 +37,6 @@ from prong.options import (
 )
 
 Inner = TypeVar("Inner", bound=Optimizer)
-TRUST = 0.1
 
 
 class PRONG(Composite):
@@ -53,10 +52,7 @@ class PRONG(Composite):
             whitened already, those are used and no others.
         lr: learning rate.
         momentum: heavy-ball momentum; Nesterov's with `nesterov=True`.
-        damping: what is added to the variance of each layer's inputs, in units of their mean square; or
-            `prong.Absolute(eps)`, the paper's.
-        form: how; see `attach`. `prong.Explicit(plus=True)` is PRONG+.
-        refresh: when, and from which samples; see `attach`. Default: `prong.Every(1000)`, and more often at first.
+        damping: as of `attach`, and so are `form` (`prong.Explicit(plus=True)` is PRONG+) and `refresh`.
         others: train what cannot be whitened (embeddings, norms, recurrent cells) by AdamW, with these options, such
             as `{"lr": 1e-3}`; None: by SGD too.
         params: parameters or parameter groups as for any torch optimizer; default: all of the model's.
@@ -171,7 +167,7 @@ def attach(
     damping: Damping = 0.1,
     form: str | Form | Auto = "auto",
     refresh: Refresh | None = None,
-    trust: float | None = TRUST,
+    trust: float | None = 0.1,
     space: Space = "whitened",
     outputs: WhitenOutputs | None = None,
     replace: bool = False,
@@ -197,8 +193,8 @@ def attach(
             `prong.Absolute(eps)`.
         form: how: "auto", "implicit", "explicit" or "materialised", or one of `prong.Auto(...)`, `prong.Implicit(...)`,
             `prong.Explicit(...)`, `prong.Materialised(...)`. All walk the same path.
-        refresh: when whitening is estimated anew, and from which samples: `prong.Every(...)`, `prong.OnDrift(...)` or
-            `prong.Never()`.
+        refresh: when whitening is estimated anew, and from which samples: `prong.Every(1000)` (the default, and more
+            often at first), `prong.OnDrift(...)` or `prong.Never()`.
         trust: the largest change of a layer's pre-activations that a step may make by prediction, in RMS over data and
             units; None: any.
         space: "natural" gives the optimizer natural gradients instead: another method, unless it is SGD.
@@ -207,10 +203,6 @@ def attach(
             holds any more is replaced anyway.
         process_group: the workers that train the model together; default: DistributedDataParallel's, or all where
             `torch.distributed` is initialised.
-
-    Raises:
-        TypeError: what is no model or optimizer.
-        ValueError: options that do not fit, or a model without layers to whiten.
     """
     check_model(model)
     if not isinstance(optimizer, Optimizer):
@@ -221,11 +213,10 @@ def attach(
     check_refresh(refresh)
     workers, given, model = Workers.of(model, process_group), model, unwrapped(model)
     take_over(model, replace)
-    layers = dict(whitened_layers(model))
-    wanted = as_form(form)
-    check_combination(model, optimizer, wanted, list(layers.values()), space, outputs)
+    layers, form = dict(whitened_layers(model)), as_form(form)
+    check_combination(model, optimizer, form, list(layers.values()), space, outputs)
     if not layers:
-        take_form_(model, optimizer, wanted, space, outputs)
+        take_form_(model, optimizer, form, space, outputs)
     try:
         sites = whitened_sites(model)
         if not sites:

@@ -7,7 +7,7 @@ layer or its optimizer computes with; where there is only P, it is the symmetric
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from prong.layers.base import trained_name
 from prong.model.whiten import whitened_layers
 
 Coordinates = Literal["canonical", "whitened"]
-COORDINATES: tuple[str, ...] = get_args(Coordinates)
 
 
 class Chart(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from operator import itemgetter
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from prong.analysis.fisher.coordinates import COORDINATES, Coordinates, canonical_changes, charts
+from prong.analysis.fisher.coordinates import Coordinates, canonical_changes, charts
 from prong.core.moments import full_precision
-from prong.gradients.outputs import DISTRIBUTIONS, Distribution
+from prong.gradients.outputs import Distribution
 from prong.model.estimate import Forward, as_batches, call_model, inputs_of, undisturbed
 from prong.model.whiten import check_model, fold_
+from prong.options import check_choice
 
 
 class _Caller(nn.Module):
@@ -57,10 +58,8 @@ class Snapshot:
         forward: Forward | None = None,
     ) -> None:
         check_model(model)
-        if distribution not in DISTRIBUTIONS:
-            raise ValueError(f"distribution is one of {', '.join(DISTRIBUTIONS)}, got {distribution!r}")
-        if coordinates not in COORDINATES:
-            raise ValueError(f"coordinates are {' or '.join(map(repr, COORDINATES))}, got {coordinates!r}")
+        check_choice("distribution", distribution, get_args(Distribution))
+        check_choice("coordinates", coordinates, get_args(Coordinates))
         self.distribution, self._takes_pairs = distribution, forward is None
         with torch.inference_mode(False), torch.no_grad():
             self.caller = _Caller(_plain_copy(model), forward or call_model)

@@ -80,10 +80,6 @@ def extreme_eigenvalues(
 
     The matrix is an `Operator`, a dense one, or anything with shape, dtype and device that multiplies like one. `steps`
     is how many products to make at most, and how many vectors to keep. The floor is as for `spectrum`.
-
-    Raises:
-        ValueError: not square, zero, or with a negative eigenvalue.
-        FloatingPointError: a product that is not finite.
     """
     floor = _checked_floor(matrix, floor)
     check_count("steps", steps, 1)

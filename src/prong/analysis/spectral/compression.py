@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -18,7 +18,7 @@ from prong.analysis.spectral.replacement import Criterion, Subject
 from prong.model.estimate import Forward, as_batches, call_model, run_batches, undisturbed
 from prong.model.summary import aligned
 from prong.model.whiten import check_model, fitting, fold_, shared_parameters, why_not
-from prong.options import check_count
+from prong.options import check_choice, check_count
 
 Allocation = Literal["least", "equal"]
 
@@ -115,21 +115,13 @@ def compress(
     is the share of the variance of its outputs that every layer keeps at least. `layers` are names or patterns. The
     criterion "weights" truncates the singular values of the weights, for comparison. Of a convolution, at most
     `max_positions` per example are looked at. `forward(model, batch)` runs the model, if not as `refresh_` does.
-
-    Raises:
-        ValueError: options out of range, a budget that is too small, layers asked for by name that cannot be
-            compressed, a model that uses a layer that was replaced otherwise than by calling it.
-        FloatingPointError: NaN or infinite activations; the message names the layer.
     """
     check_model(model)
     _check_budget(parameters, variance)
-    for name, count, least in (("samples", samples, 2), ("max_positions", max_positions, 1)):
-        if count is not None:
-            check_count(name, count, least)
-    if allocation not in ALLOCATIONS:
-        raise ValueError(f"allocation is one of {', '.join(ALLOCATIONS)}, got {allocation!r}")
-    if criterion not in ("outputs", "weights"):
-        raise ValueError(f"criterion is 'outputs' or 'weights', got {criterion!r}")
+    check_count("samples", samples, 2, optional=True)
+    check_count("max_positions", max_positions, 1, optional=True)
+    check_choice("allocation", allocation, ALLOCATIONS)
+    check_choice("criterion", criterion, get_args(Criterion))
     batches = as_batches(batches)
     if isinstance(batches, Iterator):
         batches = list(batches)  # they are needed twice

@@ -30,9 +30,6 @@ def dropout_(
 
     Layers are in the explicit form with basis "pca": those that names or patterns fit, or all but attention. `rate` is
     in [0, 1 - least], and 0 removes the dropout; what is kept is scaled by at most 1 / `least`.
-
-    Raises:
-        ValueError: a rate out of range, nothing whitened, layers that cannot have it; nothing has been changed then.
     """
     check_model(model)
     for name, value in {"rate": rate, "least": least}.items():
@@ -49,8 +46,9 @@ def dropout_(
     for name, reason in reasons.items():
         if reason is not None and (layers is not None or reason != NOT_ALIKE or set(reasons.values()) == {NOT_ALIKE}):
             raise ValueError(f"layer {name!r}: spectral dropout is not for {reason}")
-    for site in [site for name, reason in reasons.items() if reason is None for site in whitened[name].sites]:
-        site.dropping = Dropping(float(rate), float(least)) if rate else None
+    for name, reason in reasons.items():
+        for site in whitened[name].sites if reason is None else ():
+            site.dropping = Dropping(float(rate), float(least)) if rate else None
     return model
 
 
