@@ -31,7 +31,7 @@ class Attachment:
 
     def __init__(
         self,
-        model: nn.Module,
+        given: nn.Module,
         optimizer: Optimizer,
         sites: dict[str, tuple[Kind, Site]],
         damping: Damping,
@@ -39,8 +39,8 @@ class Attachment:
         trust: float | None,
         outputs: WhitenOutputs | None,
         workers: Workers,
-        given: nn.Module,
     ) -> None:
+        model = unwrapped(given)
         self.workers, self.given = workers, weakref.ref(given)  # DistributedDataParallel is not ours to keep
         self._views = list({id(layer): layer for layer, _ in sites.values() if isinstance(layer, Plain)}.values())
         self._sharded = sharded_modules(model)
@@ -53,13 +53,11 @@ class Attachment:
         self._loading: dict[str, Any] | None = None
         self._met = False  # whether it is known who trains the model
         optimizer._prong = self  # type: ignore[attr-defined]
-        self._handles = [
-            optimizer.register_step_pre_hook(self._pre_step),
-            optimizer.register_step_post_hook(self._post_step),
-            optimizer.register_state_dict_post_hook(self._save),
-            optimizer.register_load_state_dict_pre_hook(self._check_load),
-            optimizer.register_load_state_dict_post_hook(self._load),
-        ]
+        optimizer.register_step_pre_hook(self._pre_step)
+        optimizer.register_step_post_hook(self._post_step)
+        optimizer.register_state_dict_post_hook(self._save)
+        optimizer.register_load_state_dict_pre_hook(self._check_load)
+        optimizer.register_load_state_dict_post_hook(self._load)
 
     def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Before each step, once gradients are there: with a closure, they come to be inside the step."""
@@ -155,9 +153,7 @@ def attachment_of(optimizer: Optimizer) -> Attachment:
     """What ties an optimizer to its model."""
     attachment = getattr(optimizer, "_prong", None)
     if not isinstance(attachment, Attachment):
-        raise TypeError(
-            f"this {type(optimizer).__name__} does not step in whitened coordinates; make it by prong.attach"
-        )
+        raise TypeError(f"this {type(optimizer).__name__} does not step in whitened coordinates; use prong.attach")
     return attachment
 
 
@@ -228,9 +224,8 @@ class Composite(Optimizer, Joinable):
         super().__setstate__(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            f"prong.{type(self).__name__} is bound to its model and cannot be copied or pickled; save its state_dict()"
-        )
+        kind = type(self).__name__
+        raise TypeError(f"prong.{kind} is bound to its model and cannot be copied or pickled; save its state_dict()")
 
 
 def named(model: nn.Module, params: Any) -> list[Any]:
@@ -269,10 +264,8 @@ def check_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     for index, parameter in zip(indices, parameters, strict=False):
         for key, value in state_dict["state"].get(index, {}).items():
             if key in ("momentum_buffer", "exp_avg") and value is not None and value.shape != parameter.shape:
-                raise ValueError(
-                    f"this state is of another model: {key} of shape {tuple(value.shape)} for a parameter of shape "
-                    f"{tuple(parameter.shape)}"
-                )
+                shapes = f"{tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}"
+                raise ValueError(f"this state is of another model: {key} of shape {shapes}")
 
 
 def _names(groups: list[dict[str, Any]]) -> list[list[str]]:

@@ -101,8 +101,10 @@ def take_form_(
         )
 
 
-def check_held(optimizer: Optimizer, sites: dict[str, tuple[Kind, Site]]) -> None:
-    """Refuse explicit layers whose weights the optimizer does not train: their coordinates would change under it."""
+def check_sites(
+    optimizer: Optimizer, sites: dict[str, tuple[Kind, Site]], refresh: Refresh, outputs: WhitenOutputs | None
+) -> None:
+    """Refuse explicit layers whose coordinates would change under an optimizer, and refreshes that never come."""
     held = held_by(optimizer)
     weights = [layer.pair(site)[0] for layer, site in sites.values() if isinstance(layer, Explicit)]
     if any(weight.requires_grad and id(weight) not in held for weight in weights):
@@ -112,10 +114,6 @@ def check_held(optimizer: Optimizer, sites: dict[str, tuple[Kind, Site]]) -> Non
         )
     if has_plus(sites) and any(transports_of(optimizer, weight) is None for weight in weights):
         raise ValueError(f"PRONG+ would reset the state of {type(optimizer).__name__} at every update")
-
-
-def check_samples(sites: dict[str, tuple[Kind, Site]], refresh: Refresh, outputs: WhitenOutputs | None) -> None:
-    """Refuse refreshes that would never come, or never tell what is wanted."""
     if has_plus(sites) and isinstance(refresh, OnDrift):
         raise ValueError("PRONG+ hides drift, as it evens it out after each update; take refresh=prong.Every(...)")
     if outputs is not None and not isinstance(getattr(refresh, "source", None), str):

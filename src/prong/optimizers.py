@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from prong.attachment import Attachment, Composite, named, take_over
 from prong.core.muon import OrthogonalMomentum
 from prong.distributed.workers import Workers, unwrapped
-from prong.forms import Space, check_combination, check_held, check_samples, take_form_
+from prong.forms import Space, check_combination, check_sites, take_form_
 from prong.model.whiten import (
     check_model,
     fold_,
@@ -221,9 +221,8 @@ def attach(
         sites = whitened_sites(model)
         if not sites:
             raise ValueError(nothing_to_whiten(model))
-        check_held(optimizer, sites)
-        check_samples(sites, refresh, outputs)
-        Attachment(model, optimizer, sites, damping, refresh, trust, outputs, workers, given)
+        check_sites(optimizer, sites, refresh, outputs)
+        Attachment(given, optimizer, sites, damping, refresh, trust, outputs, workers)
     except BaseException:
         if not layers:
             fold_(model)

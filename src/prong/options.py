@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -54,7 +54,7 @@ class Implicit:
     name = "implicit"
 
     def __post_init__(self) -> None:
-        if _checked_number("cutoff", self.cutoff) < 0:
+        if checked_number("cutoff", self.cutoff) < 0:
             raise ValueError(f"cutoff is zero (exact) or more, in units of the damping, got {self.cutoff}")
         if self.storage not in (None, "auto", *STORAGES):
             raise TypeError(f"storage is 'auto', one of {', '.join(map(str, STORAGES))}, or None; got {self.storage!r}")
@@ -184,7 +184,7 @@ class Every(_Refreshes):
     """
 
     updates: int = 1000
-    growth: float | None = 0.25
+    growth: float | None = field(default=0.25, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -207,8 +207,7 @@ def check_refresh(refresh: Refresh) -> None:
     """Refuse what says not when to refresh."""
     if not isinstance(refresh, Every | OnDrift | Never):
         raise TypeError(
-            "refresh is prong.Every(updates, samples=...), prong.OnDrift(...) or prong.Never(), "
-            f"got {type(refresh).__name__}"
+            f"refresh is prong.Every(...), prong.OnDrift(...) or prong.Never(), got {type(refresh).__name__}"
         )
 
 
@@ -235,7 +234,7 @@ class WhitenOutputs:
 
 def told(options: Any) -> dict[str, Any]:
     """An options object as names and plain values, for what is saved."""
-    return {field.name: getattr(options, field.name) for field in fields(options)}
+    return {each.name: getattr(options, each.name) for each in fields(options)}
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
@@ -263,11 +262,12 @@ def check_positive(name: str, value: float | None, optional: bool = False) -> No
     """Refuse what is not a positive finite number; None passes where it is `optional`."""
     if value is None and optional:
         return
-    if _checked_number(name, value) <= 0:
+    if checked_number(name, value) <= 0:
         raise ValueError(f"{name} must be positive and finite, got {value}")
 
 
-def _checked_number(name: str, value: object) -> float:
+def checked_number(name: str, value: object) -> float:
+    """The value, if it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is a number, got {type(value).__name__}")
     if not math.isfinite(value):

@@ -43,9 +43,7 @@ def as_batches(batches: Any) -> Iterable[Any]:
     if isinstance(batches, Tensor):
         return [batches]
     if not isinstance(batches, Iterable) or isinstance(batches, str | Mapping):
-        raise TypeError(
-            f"batches is an iterable of batches, such as a DataLoader, or one tensor; got {type(batches).__name__}"
-        )
+        raise TypeError(f"batches is an iterable of batches (a DataLoader) or one tensor; got {type(batches).__name__}")
     return batches
 
 
@@ -141,9 +139,6 @@ def run_batches(
     """Run the model over batches, until `samples` examples were seen if given; returns how many were.
 
     With several workers, `samples` is of all of them, and some may have no batches.
-
-    Raises:
-        ValueError: if there are no batches, or the model cannot take one; its own error is the cause.
     """
     if in_backward():
         raise RuntimeError("statistics cannot be gathered during a backward pass; do it between updates")
@@ -181,8 +176,6 @@ def settle_blocks(model: nn.Module, batches: Any, forward: Forward | None, worke
     layers = [layer for _, layer in whitened_layers(model)]
     if workers.alone or all(layer.settled for layer in layers if isinstance(layer, Plain)):
         return batches
-    first: list[Any] = []
-    rest: Iterable[Any] = ()
     with workers.together(), undisturbed(model), gathering(model, None, workers):
         rest = iter(as_batches(batches))
         first = list(islice(rest, 1))

@@ -41,8 +41,7 @@ class Summary(list[Row]):
 def summary(model: nn.Module) -> Summary:
     """Per layer with parameters of its own: what is whitened, how, with how much memory, and what is not and why.
 
-    Memory counts the whitening matrices, V and d where an optimizer holds them, and, while a window is open, the
-    statistics.
+    Memory is that of whitening matrices, V and d where an optimizer holds them, and statistics in open windows.
     """
     check_model(model)
     shared = shared_parameters(model)

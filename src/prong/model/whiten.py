@@ -53,9 +53,6 @@ def whiten_(
         layers: which: a name, a pattern such as "encoder.*", several of them, or a predicate of (name, module).
             None takes everything that can be whitened.
         max_positions: at most so many positions per example enter a convolution's statistics.
-
-    Raises:
-        ValueError: a name or pattern that fits nothing, or a layer asked for by name that cannot be whitened.
     """
     check_model(model)
     options = as_form(form)
@@ -74,11 +71,9 @@ def whiten_(
     if not chosen and not before:
         raise ValueError(nothing_to_whiten(model))
     for name, module in chosen.items():
-        kind = FORMS[options.name].get(type(module))
+        kind, torch_layer = FORMS[options.name].get(type(module)), type(module).__name__
         if kind is None:
-            warnings.warn(
-                f"prong leaves as it is: {name!r} ({type(module).__name__} has no {options.name} form)", stacklevel=2
-            )
+            warnings.warn(f"prong leaves as it is: {name!r} ({torch_layer} has no {options.name} form)", stacklevel=2)
             continue
         sites = kind.make_sites(module)
         label(name, sites, options.block if isinstance(options, Implicit) else None)
@@ -146,12 +141,13 @@ def warn_of_rest(model: nn.Module, sites: Iterable[tuple[Kind, Site]]) -> None:
     share = sum(size for p, size in sizes.items() if p in whitened) / max(1, sum(sizes.values()))
     if share >= 0.5:
         return
-    left: dict[str, int] = {}
-    for name, module in model.named_modules():
-        own = sum(_entries(p) for p in module._parameters.values() if p is not None and id(p) not in whitened)
-        if own:
-            left[f"{name or 'the model itself'} ({type(module).__name__})"] = own
-    largest = sorted(left, key=lambda name: -left[name])[:6]
+    left = {
+        f"{name or 'the model itself'} ({type(module).__name__})": sum(
+            sizes[id(p)] for p in module.parameters(recurse=False) if id(p) not in whitened
+        )
+        for name, module in model.named_modules()
+    }
+    largest = sorted(filter(left.get, left), key=lambda name: -left[name])[:6]
     warnings.warn(
         f"only {share:.0%} of this model's parameters are whitened; the largest that are not: {', '.join(largest)}. "
         "They are trained as without whitening; prong.summary(model) tells why.",
@@ -167,15 +163,10 @@ def fold_(model: nn.Module) -> nn.Module:
     check_model(model)
     layers = dict(whitened_layers(model))
     if any(hasattr(layer, "unshard") for layer in layers.values() if isinstance(layer, WhitenedLayer)):
-        raise ValueError(
-            "whitened layers that were sharded one by one cannot be folded; fold an unsharded copy of the model"
-        )
+        raise ValueError("whitened layers that were sharded one by one cannot be folded; fold an unsharded copy")
     owners = {id(layer.owner): layer.owner for layer in layers.values() if layer.owner is not None}.values()
-    for owner in owners:
-        if not {id(layer) for layer, _ in owner.sites.values()} <= {id(layer) for layer in layers.values()}:
-            raise ValueError(
-                "an optimizer refreshes these layers together with others; fold the whole model it was given"
-            )
+    if {id(layer) for owner in owners for layer, _ in owner.sites.values()} - set(map(id, layers.values())):
+        raise ValueError("an optimizer refreshes these layers together with others; fold the whole model it was given")
     for owner in owners:
         owner.release()
     for layer in layers.values():
@@ -292,10 +283,9 @@ def choose(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
     modules = {eager_name(name): module for name, module in model.named_modules()}
     shared = shared_parameters(model)
     if callable(layers):
-        wanted, by_name = {n: m for n, m in modules.items() if layers(n, m)}, set()
+        wanted, named = {n: m for n, m in modules.items() if layers(n, m)}, []
     else:
         named = patterns(layers)
-        by_name = set(named)
         wanted = {name: modules[name] for name in fitting(modules, named, "layer")}
     chosen, left = {}, []
     for name, module in wanted.items():
@@ -308,7 +298,7 @@ def choose(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
                 reason = "attention computes with its weights and never calls it; whiten the attention too"
         if reason is None:
             chosen[name] = module
-        elif name in by_name:
+        elif name in named:
             raise ValueError(f"layer {name!r} cannot be whitened: {reason}. Supported are {SUPPORTED}.")
         elif any(isinstance(module, kind) for kind in PLAIN) and any(map(_entries, module.parameters(recurse=False))):
             left.append(f"{name!r} ({reason})")

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prong.analysis.fisher.coordinates import Coordinates
-from prong.analysis.fisher.snapshot import Snapshot, as_ordinary, count_examples, each_exact_row, pieces
+from prong.analysis.fisher.snapshot import Coordinates, Snapshot, as_ordinary, count_examples, each_exact_row, pieces
 from prong.core.moments import accumulation_dtype
 from prong.gradients.outputs import Distribution, sampled_output_gradient
 from prong.model.estimate import Forward

@@ -18,7 +18,7 @@ from prong.analysis.spectral.replacement import Criterion, Subject
 from prong.model.estimate import Forward, as_batches, call_model, run_batches, undisturbed
 from prong.model.summary import aligned
 from prong.model.whiten import check_model, fitting, fold_, shared_parameters, why_not
-from prong.options import check_choice, check_count
+from prong.options import check_choice, check_count, checked_number
 
 Allocation = Literal["least", "equal"]
 
@@ -39,6 +39,14 @@ class Layer:
     expected: float = 0.0  # the error on the given network's inputs to this layer, from their statistics
     measured: float = 0.0  # the error within the compressed network, where inputs have changed too
     note: str = ""  # why the layer was left as it is, if it was
+
+    def cells(self) -> tuple[str, ...]:
+        """The line as text."""
+        sizes, flops = (f"{n:,}" for n in self.parameters), (f"{n:,.0f}" for n in self.flops or ())
+        rank, errors = "", ("", "")
+        if self.rank is not None:
+            rank, errors = "{}/{}".format(*self.rank), (f"{self.expected:.2e}", f"{self.measured:.2e}")
+        return self.name, self.kind, self.plan, rank, *sizes, *(flops if self.flops else ("", "")), *errors, self.note
 
 
 @dataclass(frozen=True)
@@ -70,19 +78,7 @@ class Report:
     def __str__(self) -> str:
         sizes = ("parameters", "after", "flops", "after")
         head = ("layer", "kind", "plan", "rank", *sizes, "expected", "measured", "note")
-        lines = [
-            (
-                layer.name,
-                layer.kind,
-                layer.plan,
-                "" if layer.rank is None else f"{layer.rank[0]}/{layer.rank[1]}",
-                *(f"{n:,}" for n in layer.parameters),
-                *(("", "") if layer.flops is None else (f"{n:,.0f}" for n in layer.flops)),
-                *("" if layer.rank is None else f"{error:.2e}" for error in (layer.expected, layer.measured)),
-                layer.note,
-            )
-            for layer in self.layers
-        ]
+        lines = [layer.cells() for layer in self.layers]
         totals = (f"{n:,.0f}" for n in (*self.parameters, *self.flops))
         total = ("total", "", "", "", *totals, f"{self.expected:.2e}", f"{self.output_error:.2e}", "measured: outputs")
         return aligned([head, *lines, total], numeric={3, 4, 5, 6, 7, 8, 9})
@@ -178,9 +174,8 @@ def compress(
 def _check_budget(parameters: float | None, variance: float | None) -> None:
     if (parameters is None) == (variance is None):
         raise ValueError("give either parameters, a budget such as 0.5, or variance, a share to keep such as 0.99")
-    name, value = ("variance", variance) if parameters is None else ("parameters", parameters)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is a number, got {type(value).__name__}")
+    name, given = ("variance", variance) if parameters is None else ("parameters", parameters)
+    value = checked_number(name, given)
     if value < 1 if isinstance(parameters, int) else not 0 < value <= 1:
         also = "" if parameters is None else ", or an int above 0: how many"
         raise ValueError(f"{name} is a share above 0 and up to 1{also}; got {value}")

@@ -11,6 +11,7 @@ from prong.layers.attention import AttentionKind
 from prong.layers.dropping import Dropping
 from prong.layers.linear import ExplicitOutProjection
 from prong.model.whiten import check_model, fitting, site_name, whitened_layers
+from prong.options import checked_number
 
 NOT_ALIKE = "attention and its output projection"
 
@@ -32,12 +33,9 @@ def dropout_(
     in [0, 1 - least], and 0 removes the dropout; what is kept is scaled by at most 1 / `least`.
     """
     check_model(model)
-    for name, value in {"rate": rate, "least": least}.items():
-        if not isinstance(value, int | float):
-            raise TypeError(f"{name} is a number, got {type(value).__name__}")
-    if not 0 < least <= 1:
+    if not 0 < checked_number("least", least) <= 1:
         raise ValueError(f"least is a probability above 0, got {least}; without one, what is kept may grow unboundedly")
-    if not 0 <= rate <= 1 - least:
+    if not 0 <= checked_number("rate", rate) <= 1 - least:
         raise ValueError(f"rate is a share of the directions, from 0 to 1 - least = {1 - least:g}, got {rate}")
     whitened = dict(whitened_layers(model))
     if not whitened:
