@@ -227,14 +227,21 @@ def ordinary_gradients(model: nn.Module) -> Iterator[None]:
     """
     check_model(model)
     switches = [layer.switch for _, layer in whitened_layers(model) if isinstance(layer, WhitenedLayer)]
-    before = [switch.ordinary for switch in switches]
-    for switch in switches:
-        switch.ordinary = True
+    with restored(switches, "ordinary"):
+        for switch in switches:
+            switch.ordinary = True
+        yield
+
+
+@contextmanager
+def restored(objects: Iterable[object], name: str) -> Iterator[None]:
+    """An attribute of these objects is afterwards what it was."""
+    before = [(each, getattr(each, name)) for each in objects]
     try:
         yield
     finally:
-        for switch, value in zip(switches, before, strict=True):
-            switch.ordinary = value
+        for each, value in before:
+            setattr(each, name, value)
 
 
 def why_not(module: nn.Module, shared: set[int]) -> str | None:
