@@ -537,7 +537,7 @@ def test_bad_input_is_refused_with_a_cure():
         fisher.dense("model", x, "categorical")
     with pytest.raises(ValueError, match="categorical, bernoulli, gaussian"):
         fisher.dense(model, x, "poisson")
-    with pytest.raises(ValueError, match="'canonical' or 'whitened'"):
+    with pytest.raises(ValueError, match="one of canonical, whitened"):
         fisher.dense(model, x, "categorical", coordinates="polar")
     with pytest.raises(ValueError, match="chunk is at least 1"):
         fisher.dense(model, x, "categorical", chunk=0)

@@ -27,15 +27,11 @@ from prong.trust import Trust
 
 
 class Attachment:
-    """What happens around an optimizer's steps, and what is saved beside its own state.
-
-    Attributes:
-        refresher: keeps the whitening up to date.
-    """
+    """What happens around an optimizer's steps, and what is saved beside its own state."""
 
     def __init__(
         self,
-        model: nn.Module,
+        given: nn.Module,
         optimizer: Optimizer,
         sites: dict[str, tuple[Kind, Site]],
         damping: Damping,
@@ -43,9 +39,9 @@ class Attachment:
         trust: float | None,
         outputs: WhitenOutputs | None,
         workers: Workers,
-        given: nn.Module,
     ) -> None:
-        self.workers, self._given = workers, weakref.ref(given)  # DistributedDataParallel is not ours to keep
+        model = unwrapped(given)
+        self.workers, self.given = workers, weakref.ref(given)  # DistributedDataParallel is not ours to keep
         self._views = list({id(layer): layer for layer, _ in sites.values() if isinstance(layer, Plain)}.values())
         self._sharded = sharded_modules(model)
         spread = not workers.alone and any(is_sharded(p) for p in model.parameters())
@@ -57,13 +53,11 @@ class Attachment:
         self._loading: dict[str, Any] | None = None
         self._met = False  # whether it is known who trains the model
         optimizer._prong = self  # type: ignore[attr-defined]
-        self._handles = [
-            optimizer.register_step_pre_hook(self._pre_step),
-            optimizer.register_step_post_hook(self._post_step),
-            optimizer.register_state_dict_post_hook(self._save),
-            optimizer.register_load_state_dict_pre_hook(self._check_load),
-            optimizer.register_load_state_dict_post_hook(self._load),
-        ]
+        optimizer.register_step_pre_hook(self._pre_step)
+        optimizer.register_step_post_hook(self._post_step)
+        optimizer.register_state_dict_post_hook(self._save)
+        optimizer.register_load_state_dict_pre_hook(self._check_load)
+        optimizer.register_load_state_dict_post_hook(self._load)
 
     def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Before each step, once gradients are there: with a closure, they come to be inside the step."""
@@ -125,11 +119,7 @@ class Attachment:
         self.refresher.after_step()
 
     def _check_company(self) -> None:
-        """Refuse to train alone what is trained by many, which would drift apart.
-
-        Raises:
-            RuntimeError: the process group was made after the optimizer.
-        """
+        """Refuse to train alone what is trained by many, as the process group was made later: it would drift apart."""
         grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if grouped and self.workers.alone and self.workers.group is None:
             raise RuntimeError(
@@ -144,7 +134,7 @@ class Attachment:
             state_dict["prong"] = self.refresher.state_dict()
 
     def _check_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Refuse what does not fit before anything is changed."""
+        """Refuse what does not fit, before anything is changed."""
         self._loading = state_dict.get("prong")
         check_groups(optimizer, state_dict)
         if self._loading is not None:
@@ -158,31 +148,19 @@ class Attachment:
         else:
             self.refresher.load_state_dict(state)
 
-    @property
-    def given(self) -> nn.Module | None:
-        """The model as the user has it, in DistributedDataParallel or not."""
-        return self._given()
-
 
 def attachment_of(optimizer: Optimizer) -> Attachment:
-    """What ties an optimizer to its model.
-
-    Raises:
-        TypeError: an optimizer that is tied to none.
-    """
+    """What ties an optimizer to its model."""
     attachment = getattr(optimizer, "_prong", None)
     if not isinstance(attachment, Attachment):
-        raise TypeError(
-            f"this {type(optimizer).__name__} does not step in whitened coordinates; make it by prong.attach"
-        )
+        raise TypeError(f"this {type(optimizer).__name__} does not step in whitened coordinates; use prong.attach")
     return attachment
 
 
 class Composite(Optimizer, Joinable):
     """Optimizers of torch, each with groups of its own, as one; in whitened coordinates once it is attached.
 
-    Args:
-        parts: the optimizers, and what to make each of: parameters with their names, or groups, and options.
+    `parts` are optimizers, and what to make each of: parameters with their names, or groups, and options.
     """
 
     def __init__(self, parts: Mapping[type[Optimizer], tuple[list[Any], dict[str, Any]]]) -> None:
@@ -228,7 +206,7 @@ class Composite(Optimizer, Joinable):
 
     def join_hook(self, **unused: Any) -> JoinHook:
         """For `torch.distributed.algorithms.Join([model, optimizer])`, where some workers run out of data early."""
-        return Shadow(self, attachment_of(self).given, attachment_of(self).refresher)
+        return Shadow(self, attachment_of(self).given(), attachment_of(self).refresher)
 
     @property
     def join_device(self) -> torch.device:
@@ -246,9 +224,8 @@ class Composite(Optimizer, Joinable):
         super().__setstate__(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            f"prong.{type(self).__name__} is bound to its model and cannot be copied or pickled; save its state_dict()"
-        )
+        kind = type(self).__name__
+        raise TypeError(f"prong.{kind} is bound to its model and cannot be copied or pickled; save its state_dict()")
 
 
 def named(model: nn.Module, params: Any) -> list[Any]:
@@ -263,15 +240,11 @@ def named(model: nn.Module, params: Any) -> list[Any]:
 
 
 def take_over(model: nn.Module, replace: bool) -> None:
-    """Release a model from an optimizer that nobody holds any more, or from any that there is.
-
-    Raises:
-        ValueError: another optimizer trains it.
-    """
-    owners = {id(layer.owner): layer.owner for _, layer in whitened_layers(model) if layer.owner is not None}
-    if any(not owner.abandoned for owner in owners.values()) and not replace:
+    """Release a model from an optimizer that nobody holds any more, or from any that there is."""
+    owners = [layer.owner for _, layer in whitened_layers(model) if layer.owner is not None]
+    if not replace and not all(owner.abandoned for owner in owners):
         gc.collect()  # schedulers and their optimizers hold each other
-        if any(not owner.abandoned for owner in owners.values()):
+        if not all(owner.abandoned for owner in owners):
             raise ValueError(
                 "another optimizer trains this model in whitened coordinates already; give replace=True to take it "
                 "over, or prong.fold_(model) first"
@@ -281,11 +254,7 @@ def take_over(model: nn.Module, replace: bool) -> None:
 
 
 def check_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Refuse a state of other parameters, by their names where there are any, and by their shapes.
-
-    Raises:
-        ValueError: it is of another model.
-    """
+    """Refuse a state of other parameters, by their names where there are any, and by their shapes."""
     mine, theirs = _names(optimizer.param_groups), _names(state_dict["param_groups"])
     if mine and theirs and mine != theirs:
         odd = sorted({name for group in [*mine, *theirs] for name in group} - {n for group in mine for n in group})
@@ -295,21 +264,12 @@ def check_groups(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     for index, parameter in zip(indices, parameters, strict=False):
         for key, value in state_dict["state"].get(index, {}).items():
             if key in ("momentum_buffer", "exp_avg") and value is not None and value.shape != parameter.shape:
-                raise ValueError(
-                    f"this state is of another model: {key} of shape {tuple(value.shape)} for a parameter of shape "
-                    f"{tuple(parameter.shape)}"
-                )
+                shapes = f"{tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}"
+                raise ValueError(f"this state is of another model: {key} of shape {shapes}")
 
 
 def _names(groups: list[dict[str, Any]]) -> list[list[str]]:
     """The names of parameters, without what torch.compile and DistributedDataParallel put before them."""
     if not all("param_names" in group for group in groups):
         return []
-    strip = ("_orig_mod.", "module.")
-    return [[_without(name, strip) for name in group["param_names"]] for group in groups]
-
-
-def _without(name: str, parts: tuple[str, ...]) -> str:
-    for part in parts:
-        name = name.replace(part, "")
-    return name
+    return [[eager_name(name).replace("module.", "") for name in group["param_names"]] for group in groups]

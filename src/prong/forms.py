@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from prong.distributed.sharding import by_rows, check_unsharded, is_sharded
 from prong.layers import Explicit, Kind, Plain, Site
 from prong.model.whiten import tap_, weights_and_biases, whiten_
-from prong.options import Auto, Form, Implicit, Materialised, OnDrift, Refresh, WhitenOutputs
+from prong.options import Auto, Form, Implicit, Materialised, OnDrift, Refresh, WhitenOutputs, check_choice
 from prong.options import Explicit as ExplicitOptions
 from prong.refresh.transport import is_linear, transports_of
 
@@ -30,18 +30,14 @@ def check_combination(
     """Refuse what does not go together."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS makes several steps in one, between which coordinates would have to change back")
-    for group in optimizer.param_groups:
-        for option in ("capturable", "differentiable"):
-            if group.get(option):
-                raise ValueError(
-                    f"{option}=True does not go with whitened coordinates, which Python exchanges at steps"
-                )
-    if space not in ("whitened", "natural"):
-        raise ValueError(f"space is 'whitened' or 'natural', got {space!r}")
+    for option in ("capturable", "differentiable"):
+        if any(group.get(option) for group in optimizer.param_groups):
+            raise ValueError(f"{option}=True does not go with whitened coordinates, which Python exchanges at steps")
+    check_choice("space", space, get_args(Space))
     if layers and not isinstance(form, Auto) and any(layer.form != form.name for layer in layers):
         raise ValueError(f"the model is whitened already, but not in the {form.name} form; prong.fold_(model) first")
     kind = type(optimizer).__name__
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = held_by(optimizer)
     linear = all(is_linear(optimizer, p) for p in weights_and_biases(model) if id(p) in held)
     explicit = isinstance(form, ExplicitOptions) or any(isinstance(layer, Explicit) for layer in layers)
     natural = isinstance(form, Implicit) or any(layer.form == "implicit" for layer in layers)
@@ -51,29 +47,27 @@ def check_combination(
             "or choose another form"
         )
     if space == "natural" and (explicit or isinstance(form, Materialised)):
-        raise ValueError(
-            f"space='natural' is natural gradients, which is the implicit form and not the {form.name} one"
-        )
+        raise ValueError(f"space='natural' is natural gradients: the implicit form, and not the {form.name} one")
     if outputs is not None:
         check_unsharded(model, "whitening of outputs", "leave outputs=None")
-    if outputs is not None and not linear:
-        raise ValueError(f"outputs are whitened for SGD, not for {kind}")
-    if outputs is not None and isinstance(form, Materialised):
-        raise ValueError('outputs are whitened in the implicit or explicit form: leave form="auto"')
+        if not linear:
+            raise ValueError(f"outputs are whitened for SGD, not for {kind}")
+        if isinstance(form, Materialised):
+            raise ValueError('outputs are whitened in the implicit or explicit form: leave form="auto"')
 
 
 def take_form_(
     model: nn.Module, optimizer: Optimizer, form: Form | Auto, space: Space, outputs: WhitenOutputs | None
 ) -> None:
     """Bring a plain model into a form."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = held_by(optimizer)
 
     def trains(module: nn.Module) -> bool:
         return any(id(p) in held for p in module.parameters(recurse=False))
 
     if outputs is not None and isinstance(form, Auto):
         form = Implicit()
-    if isinstance(form, Implicit | ExplicitOptions) and (space == "whitened" or isinstance(form, ExplicitOptions)):
+    if isinstance(form, ExplicitOptions) or (isinstance(form, Implicit) and space == "whitened"):
         whiten_(model, form, layers=lambda name, module: trains(module))
         return
 
@@ -107,9 +101,11 @@ def take_form_(
         )
 
 
-def check_held(optimizer: Optimizer, sites: dict[str, tuple[Kind, Site]]) -> None:
-    """Refuse explicit layers whose weights the optimizer does not train: their coordinates would change under it."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+def check_sites(
+    optimizer: Optimizer, sites: dict[str, tuple[Kind, Site]], refresh: Refresh, outputs: WhitenOutputs | None
+) -> None:
+    """Refuse explicit layers whose coordinates would change under an optimizer, and refreshes that never come."""
+    held = held_by(optimizer)
     weights = [layer.pair(site)[0] for layer, site in sites.values() if isinstance(layer, Explicit)]
     if any(weight.requires_grad and id(weight) not in held for weight in weights):
         raise ValueError(
@@ -118,14 +114,15 @@ def check_held(optimizer: Optimizer, sites: dict[str, tuple[Kind, Site]]) -> Non
         )
     if has_plus(sites) and any(transports_of(optimizer, weight) is None for weight in weights):
         raise ValueError(f"PRONG+ would reset the state of {type(optimizer).__name__} at every update")
-
-
-def check_samples(sites: dict[str, tuple[Kind, Site]], refresh: Refresh, outputs: WhitenOutputs | None) -> None:
-    """Refuse refreshes that would never come, or never tell what is wanted."""
     if has_plus(sites) and isinstance(refresh, OnDrift):
         raise ValueError("PRONG+ hides drift, as it evens it out after each update; take refresh=prong.Every(...)")
     if outputs is not None and not isinstance(getattr(refresh, "source", None), str):
         raise ValueError("outputs are gathered in training forwards: give refresh=prong.Every(...) without a loader")
+
+
+def held_by(optimizer: Optimizer) -> set[int]:
+    """Ids of the parameters that an optimizer trains."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def has_plus(sites: dict[str, tuple[Kind, Site]]) -> bool:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from prong.attachment import Attachment, Composite, named, take_over
 from prong.core.muon import OrthogonalMomentum
 from prong.distributed.workers import Workers, unwrapped
-from prong.forms import Space, check_combination, check_held, check_samples, take_form_
+from prong.forms import Space, check_combination, check_sites, take_form_
 from prong.model.whiten import (
     check_model,
     fold_,
@@ -32,12 +32,11 @@ from prong.options import (
     WhitenOutputs,
     as_form,
     check_damping,
+    check_positive,
     check_refresh,
-    check_trust,
 )
 
 Inner = TypeVar("Inner", bound=Optimizer)
-TRUST = 0.1
 
 
 class PRONG(Composite):
@@ -53,12 +52,7 @@ class PRONG(Composite):
             whitened already, those are used and no others.
         lr: learning rate.
         momentum: heavy-ball momentum; Nesterov's with `nesterov=True`.
-        nesterov: see `momentum`.
-        weight_decay: see above.
-        damping: what is added to the variance of each layer's inputs, in units of their mean square; or
-            `prong.Absolute(eps)`, the paper's.
-        form: how; see `attach`. `prong.Explicit(plus=True)` is PRONG+.
-        refresh: when, and from which samples; see `attach`. Default: `prong.Every(1000)`, and more often at first.
+        damping: as of `attach`, and so are `form` (`prong.Explicit(plus=True)` is PRONG+) and `refresh`.
         others: train what cannot be whitened (embeddings, norms, recurrent cells) by AdamW, with these options, such
             as `{"lr": 1e-3}`; None: by SGD too.
         params: parameters or parameter groups as for any torch optimizer; default: all of the model's.
@@ -80,15 +74,12 @@ class PRONG(Composite):
         params: Iterable[Any] | None = None,
         **options: Any,
     ) -> None:
-        attached, own = _divided(options)
-        own |= {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-        attached |= {"damping": damping, "form": form, "refresh": refresh}
+        attached, own = _divided(options, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
         mine, rest = named(model, params), list[Any]()
         if others is not None:
-            wanted = set(map(id, weights_and_biases(model)))
-            mine, rest = _parted(mine, wanted)
+            mine, rest = _parted(mine, weights_and_biases(model))
         super().__init__({torch.optim.SGD: (mine, own), torch.optim.AdamW: (rest, dict(others or {}))})
-        attach(model, self, **attached)
+        attach(model, self, damping=damping, form=form, refresh=refresh, **attached)
 
 
 class AdamW(Composite):
@@ -100,16 +91,12 @@ class AdamW(Composite):
     as in torch: a learning rate moves the function about as far as there.
 
     Args:
-        model: as for `PRONG`.
+        model: as for `PRONG`, and so are `damping`, `form`, `refresh` and `params`.
         lr: learning rate.
         betas: of the averages of gradients and of their squares. The latter forget sooner than in torch: coordinates
             change, and squares can be carried over only roughly.
         eps: added to the root of the latter. (What is added to variances of inputs is the `damping`.)
         weight_decay: decoupled decay, of V and d.
-        damping: as for `PRONG`.
-        form: as for `PRONG`.
-        refresh: as for `PRONG`.
-        params: as for `PRONG`.
         options: further ones of `torch.optim.AdamW`, such as `amsgrad`, and of `attach`, such as `trust`.
     """
 
@@ -127,11 +114,9 @@ class AdamW(Composite):
         params: Iterable[Any] | None = None,
         **options: Any,
     ) -> None:
-        attached, own = _divided(options)
-        own |= {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        attached |= {"damping": damping, "form": form, "refresh": refresh}
+        attached, own = _divided(options, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__({torch.optim.AdamW: (named(model, params), own)})
-        attach(model, self, **attached)
+        attach(model, self, damping=damping, form=form, refresh=refresh, **attached)
 
 
 class Muon(Composite):
@@ -141,13 +126,10 @@ class Muon(Composite):
     Weights of layers that can be whitened are its, but for the last layer's; biases and all others are AdamW's.
 
     Args:
-        model: as for `PRONG`.
+        model: as for `PRONG`, and so are `damping`, `form` and `refresh`.
         lr: Muon's learning rate.
         momentum: of Muon, Nesterov's.
         weight_decay: decoupled decay.
-        damping: as for `PRONG`.
-        form: as for `PRONG`.
-        refresh: as for `PRONG`.
         space: "whitened"; or "natural": matrices msgn(G (Sigma + damping)^-1), known as Newton-Muon.
         others: options of AdamW for the rest; its learning rate is a tenth of Muon's where none is given.
         options: further ones of `attach`, such as `trust`.
@@ -163,21 +145,19 @@ class Muon(Composite):
         damping: Damping = 0.1,
         form: str | Form | Auto = "auto",
         refresh: Refresh | None = None,
-        space: str = "whitened",
+        space: Space = "whitened",
         others: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        attached, own = _divided(options)
-        own |= {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        attached |= {"damping": damping, "form": form, "refresh": refresh, "space": space}
+        attached, own = _divided(options, lr=lr, momentum=momentum, weight_decay=weight_decay)
         check_model(model)
         matrices = [p for p in weights_and_biases(model) if p.dim() > 1][:-1]
-        mine, rest = _parted(named(model, None), set(map(id, matrices)))
+        mine, rest = _parted(named(model, None), matrices)
         if not mine:
             raise ValueError("Muon needs hidden matrices or kernels, and this model has none; take prong.AdamW")
         adamw = {"lr": 0.1 * lr, "weight_decay": weight_decay, **(others or {})}
         super().__init__({OrthogonalMomentum: (mine, own), torch.optim.AdamW: (rest, adamw)})
-        attach(model, self, **attached)
+        attach(model, self, damping=damping, form=form, refresh=refresh, space=space, **attached)
 
 
 def attach(
@@ -187,7 +167,7 @@ def attach(
     damping: Damping = 0.1,
     form: str | Form | Auto = "auto",
     refresh: Refresh | None = None,
-    trust: float | None = TRUST,
+    trust: float | None = 0.1,
     space: Space = "whitened",
     outputs: WhitenOutputs | None = None,
     replace: bool = False,
@@ -213,8 +193,8 @@ def attach(
             `prong.Absolute(eps)`.
         form: how: "auto", "implicit", "explicit" or "materialised", or one of `prong.Auto(...)`, `prong.Implicit(...)`,
             `prong.Explicit(...)`, `prong.Materialised(...)`. All walk the same path.
-        refresh: when whitening is estimated anew, and from which samples: `prong.Every(...)`, `prong.OnDrift(...)` or
-            `prong.Never()`.
+        refresh: when whitening is estimated anew, and from which samples: `prong.Every(1000)` (the default, and more
+            often at first), `prong.OnDrift(...)` or `prong.Never()`.
         trust: the largest change of a layer's pre-activations that a step may make by prediction, in RMS over data and
             units; None: any.
         space: "natural" gives the optimizer natural gradients instead: another method, unless it is SGD.
@@ -223,32 +203,26 @@ def attach(
             holds any more is replaced anyway.
         process_group: the workers that train the model together; default: DistributedDataParallel's, or all where
             `torch.distributed` is initialised.
-
-    Raises:
-        TypeError: what is no model or optimizer.
-        ValueError: options that do not fit, or a model without layers to whiten.
     """
     check_model(model)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     check_damping(damping)
-    check_trust(trust)
+    check_positive("trust", trust, optional=True)
     refresh = Every() if refresh is None else refresh
     check_refresh(refresh)
     workers, given, model = Workers.of(model, process_group), model, unwrapped(model)
     take_over(model, replace)
-    layers = dict(whitened_layers(model))
-    wanted = as_form(form)
-    check_combination(model, optimizer, wanted, list(layers.values()), space, outputs)
+    layers, form = dict(whitened_layers(model)), as_form(form)
+    check_combination(model, optimizer, form, list(layers.values()), space, outputs)
     if not layers:
-        take_form_(model, optimizer, wanted, space, outputs)
+        take_form_(model, optimizer, form, space, outputs)
     try:
         sites = whitened_sites(model)
         if not sites:
             raise ValueError(nothing_to_whiten(model))
-        check_held(optimizer, sites)
-        check_samples(sites, refresh, outputs)
-        Attachment(model, optimizer, sites, damping, refresh, trust, outputs, workers, given)
+        check_sites(optimizer, sites, refresh, outputs)
+        Attachment(given, optimizer, sites, damping, refresh, trust, outputs, workers)
     except BaseException:
         if not layers:
             fold_(model)
@@ -258,21 +232,17 @@ def attach(
     return optimizer
 
 
-ATTACHED = ("trust", "space", "outputs", "replace", "process_group")
-
-
-def _divided(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _divided(options: dict[str, Any], **own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Options of `attach`, and those of torch's optimizer."""
-    attached = {name: options[name] for name in ATTACHED if name in options}
-    return attached, {name: value for name, value in options.items() if name not in ATTACHED}
+    names = attach.__kwdefaults__ or {}
+    return {k: v for k, v in options.items() if k in names}, own | {k: v for k, v in options.items() if k not in names}
 
 
-def _parted(params: list[Any], wanted: set[int]) -> tuple[list[Any], list[Any]]:
-    """Those that are wanted, by their ids, and the rest; groups are parted too."""
-    if params and isinstance(params[0], dict):
-        parts = [(group, *_parted(group["params"], wanted)) for group in params]
-        return (
-            [{**group, "params": mine} for group, mine, _ in parts if mine],
-            [{"params": rest} for _, _, rest in parts if rest],
-        )
-    return [x for x in params if id(x[1]) in wanted], [x for x in params if id(x[1]) not in wanted]
+def _parted(params: list[Any], wanted: Iterable[Tensor]) -> tuple[list[Any], list[Any]]:
+    """Those that are wanted, and the rest; groups are parted too, and the rest has no options of theirs."""
+    ids = set(map(id, wanted))
+    if not params or not isinstance(params[0], dict):
+        return [x for x in params if id(x[1]) in ids], [x for x in params if id(x[1]) not in ids]
+    parts = [(group, *_parted(group["params"], wanted)) for group in params]
+    mine = [{**group, "params": own} for group, own, _ in parts if own]
+    return mine, [{"params": rest} for _, _, rest in parts if rest]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -54,12 +54,11 @@ class Implicit:
     name = "implicit"
 
     def __post_init__(self) -> None:
-        _check_number("cutoff", self.cutoff)
-        if self.cutoff < 0:
+        if checked_number("cutoff", self.cutoff) < 0:
             raise ValueError(f"cutoff is zero (exact) or more, in units of the damping, got {self.cutoff}")
         if self.storage not in (None, "auto", *STORAGES):
             raise TypeError(f"storage is 'auto', one of {', '.join(map(str, STORAGES))}, or None; got {self.storage!r}")
-        _check_block(self.block)
+        check_count("block", self.block, 1, optional=True)
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,8 @@ class Explicit:
 
     def __post_init__(self) -> None:
         check_basis(self.basis)
-        _check_bool("plus", self.plus)
+        if not isinstance(self.plus, bool):
+            raise TypeError(f"plus is True or False, got {self.plus!r}")
         if self.plus and self.basis != "pca":
             raise ValueError('PRONG+ rescales principal directions and needs basis="pca"')
 
@@ -99,7 +99,7 @@ class Materialised:
 
     def __post_init__(self) -> None:
         check_basis(self.basis)
-        _check_block(self.block)
+        check_count("block", self.block, 1, optional=True)
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,29 @@ class Never:
     """No refreshes but those that are asked for: before the first, an optimizer is torch's own, bit for bit."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Refreshes:
+    """What all that refreshes by itself has in common."""
+
+    samples: int = 12_800
+    source: Source = "window"
+    lag: int = 0
+    state: Literal["transport", "reset"] = "transport"
+
+    def __post_init__(self) -> None:
+        check_count("samples", self.samples, 2)
+        check_count("lag", self.lag, 0)
+        check_choice("state", self.state, ("transport", "reset"))
+        if isinstance(self.source, str):
+            check_choice("source", self.source, ("window", "ema", "the loader itself"))
+        elif not isinstance(self.source, Iterable):
+            raise TypeError(f"source is 'window', 'ema' or an iterable of batches, got {type(self.source).__name__}")
+        elif iter(self.source) is self.source:
+            raise TypeError("source is gone through at every refresh: give a list or a DataLoader, not an iterator")
+
+
 @dataclass(frozen=True)
-class Every:
+class Every(_Refreshes):
     """Refresh before the first update, ever more rarely after it, and then after every so many updates.
 
     Args:
@@ -163,37 +184,20 @@ class Every:
     """
 
     updates: int = 1000
-    samples: int = 12_800
-    source: Source = "window"
-    lag: int = 0
-    growth: float | None = 0.25
-    state: Literal["transport", "reset"] = "transport"
+    growth: float | None = field(default=0.25, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_count("updates", self.updates, 1)
-        _check_refresh(self.samples, self.source, self.lag, self.state)
-        if self.growth is not None:
-            check_positive("growth", self.growth)
+        check_positive("growth", self.growth, optional=True)
 
 
 @dataclass(frozen=True)
-class OnDrift:
+class OnDrift(_Refreshes):
     """Refresh each layer when its inputs have drifted, once the first refreshes (after 1, 2, 4, ... updates) are made.
 
-    Args:
-        samples: as of `Every`, and so are the others.
-        source: see there.
-        lag: see there.
-        state: see there.
+    Its options are `samples`, `source`, `lag` and `state`, as of `Every`.
     """
-
-    samples: int = 12_800
-    source: Source = "window"
-    lag: int = 0
-    state: Literal["transport", "reset"] = "transport"
-
-    def __post_init__(self) -> None:
-        _check_refresh(self.samples, self.source, self.lag, self.state)
 
 
 Refresh = Every | OnDrift | Never
@@ -203,8 +207,7 @@ def check_refresh(refresh: Refresh) -> None:
     """Refuse what says not when to refresh."""
     if not isinstance(refresh, Every | OnDrift | Never):
         raise TypeError(
-            "refresh is prong.Every(updates, samples=...), prong.OnDrift(...) or prong.Never(), "
-            f"got {type(refresh).__name__}"
+            f"refresh is prong.Every(...), prong.OnDrift(...) or prong.Never(), got {type(refresh).__name__}"
         )
 
 
@@ -225,69 +228,48 @@ class WhitenOutputs:
     loss_scale: Any = 1.0
 
     def __post_init__(self) -> None:
-        if self.source not in ("empirical", "categorical", "bernoulli", "gaussian"):
-            raise ValueError(f"source is 'empirical', 'categorical', 'bernoulli' or 'gaussian', got {self.source!r}")
+        check_choice("source", self.source, ("empirical", "categorical", "bernoulli", "gaussian"))
         check_positive("damping", self.damping)
-
-
-def check_trust(trust: float | None) -> None:
-    """Refuse a bound that is neither a positive finite number nor None."""
-    if trust is not None:
-        check_positive("trust", trust)
 
 
 def told(options: Any) -> dict[str, Any]:
     """An options object as names and plain values, for what is saved."""
-    return {field.name: getattr(options, field.name) for field in fields(options)}
+    return {each.name: getattr(options, each.name) for each in fields(options)}
 
 
-def check_count(name: str, value: int, least: int) -> None:
-    """Refuse what is not a whole number of at least so many."""
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Refuse what is none of the choices."""
+    if value not in (choices := list(choices)):
+        raise ValueError(f"{name} is one of {', '.join(choices)}, got {value!r}")
+
+
+def check_basis(basis: str) -> None:
+    """Refuse an unknown basis."""
+    check_choice("basis", basis, get_args(Basis))
+
+
+def check_count(name: str, value: int | None, least: int, optional: bool = False) -> None:
+    """Refuse what is not a whole number of at least so many; None passes where it is `optional`."""
+    if value is None and optional:
+        return
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is a whole number, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{name} is at least {least}, got {value}")
 
 
-def _check_number(name: str, value: float) -> None:
+def check_positive(name: str, value: float | None, optional: bool = False) -> None:
+    """Refuse what is not a positive finite number; None passes where it is `optional`."""
+    if value is None and optional:
+        return
+    if checked_number(name, value) <= 0:
+        raise ValueError(f"{name} must be positive and finite, got {value}")
+
+
+def checked_number(name: str, value: object) -> float:
+    """The value, if it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is a number, got {type(value).__name__}")
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value}")
-
-
-def check_positive(name: str, value: float) -> None:
-    """Refuse what is not a positive finite number."""
-    _check_number(name, value)
-    if value <= 0:
-        raise ValueError(f"{name} must be positive and finite, got {value}")
-
-
-def _check_bool(name: str, value: bool) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is True or False, got {value!r}")
-
-
-def check_basis(basis: str) -> None:
-    """Refuse an unknown basis."""
-    if basis not in ("pca", "zca", "cholesky"):
-        raise ValueError(f"basis is one of pca, zca, cholesky, got {basis!r}")
-
-
-def _check_block(block: int | None) -> None:
-    if block is not None:
-        check_count("block", block, 1)
-
-
-def _check_refresh(samples: int, source: Source, lag: int, state: str) -> None:
-    check_count("samples", samples, 2)
-    check_count("lag", lag, 0)
-    if isinstance(source, str):
-        if source not in ("window", "ema"):
-            raise ValueError(f"source is 'window', 'ema' or the loader itself, got {source!r}")
-    elif not isinstance(source, Iterable):
-        raise TypeError(f"source is 'window', 'ema' or an iterable of batches, got {type(source).__name__}")
-    elif iter(source) is source:
-        raise TypeError("source is gone through at every refresh: give a list or a DataLoader, not an iterator")
-    if state not in ("transport", "reset"):
-        raise ValueError(f"state is 'transport' or 'reset', got {state!r}")
+    return value

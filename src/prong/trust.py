@@ -45,13 +45,9 @@ class _Start:
 
 
 class Trust:
-    """Bounds the steps of an optimizer.
+    """Bounds the steps of an optimizer: `most` is the largest RMS change of pre-activations per step.
 
-    Args:
-        most: the largest RMS change of pre-activations per step.
-        sites: what is whitened.
-        optimizer: whose steps.
-        spread: those who hold a part of every parameter each, if they are spread.
+    `spread` are those who hold a part of every parameter each, if parameters are spread.
     """
 
     def __init__(
@@ -64,13 +60,13 @@ class Trust:
         self.most, self._sites, self._spread = most, sites, spread
         self._sharded = any(is_sharded(layer.pair(site)[0]) for layer, site in sites.values())
         self._linear = {site for layer, site in sites.values() if is_linear(optimizer, layer.pair(site)[0])}
-        self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._gradients: dict[Tensor, Tensor] = {}  # as they were before they were shortened
         self._starts: list[_Start] = []
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer) -> None:
         """Shorten gradients where steps are linear in them; of others, remember where they start."""
-        self._gradients, self._starts = [], []
+        self._gradients, self._starts = {}, []
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         reaches: list[tuple[float, Site, Parts]] = []
         squares: list[Tensor] = []
@@ -83,15 +79,13 @@ class Trust:
                 squares.append(self._of_gradient(layer, site))
             else:
                 self._starts.append(self._start(layer, site))
-        shortened: set[Tensor] = set()
         for (reach, site, pair), change in zip(reaches, self._changes(squares), strict=True):
             factor = self._factor(reach * change)
             for parameter in pair if factor < 1 else ():
                 if parameter is None or parameter.grad is None:
                     continue
-                if parameter not in shortened:  # or another site has made the copy, for rows of its own
-                    shortened.add(parameter)
-                    self._gradients.append((parameter, parameter.grad))
+                if parameter not in self._gradients:  # or another site has made the copy, for rows of its own
+                    self._gradients[parameter] = parameter.grad
                     parameter.grad = parameter.grad.clone()
                 self._held(site, parameter.grad).mul_(factor)
 
@@ -107,9 +101,9 @@ class Trust:
 
     def restore(self) -> None:
         """Put gradients back, and forget where steps began."""
-        for parameter, gradient in self._gradients:
+        for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
-        self._starts, self._gradients = [], []
+        self._starts, self._gradients = [], {}
 
     def _changes(self, squares: Sequence[Tensor]) -> list[float]:
         """Root mean squares over units, from sums and numbers of them; the host waits once for all of these."""
@@ -152,14 +146,12 @@ class Trust:
             return predicted(layer, site, dW, db)
         total = torch.zeros((), dtype=torch.float64, device=dW.device)
         for p, gradient in ((weight, dW), (bias, db)):
-            if p is None or gradient is None:
-                continue
-            natural = isinstance(layer, Plain) and layer.natural
-            other = self._units(site, layer.ordinary(p)) if isinstance(layer, Plain) and natural else gradient
-            assert other is not None
-            total = total + (gradient * other).sum(dtype=torch.float64)
-        layout = site.layout
-        number = dW.shape[0] if layout.by_rows else layout.outputs * layout.groups
+            if p is not None and gradient is not None:
+                natural = isinstance(layer, Plain) and layer.natural
+                other = self._units(site, layer.ordinary(p)) if isinstance(layer, Plain) and natural else gradient
+                assert other is not None
+                total = total + (gradient * other).sum(dtype=torch.float64)
+        number = dW.shape[0] if site.layout.by_rows else site.layout.outputs * site.layout.groups
         return torch.stack([total, total.new_tensor(float(number))])
 
     def _start(self, layer: Kind, site: Site) -> _Start:

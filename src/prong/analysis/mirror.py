@@ -132,9 +132,7 @@ def _check(A: Tensor, *vectors: Tensor) -> None:
     if not torch.isfinite(A).all():
         raise ValueError("the matrix contains NaN or infinite values; look at what it was made from")
     if not torch.allclose(A, A.mT, rtol=1e-5, atol=1e-5 * A.abs().max().item()):
-        raise ValueError(
-            "x -> A x is the gradient of no potential, as A is not symmetric; of a factor A, use square_root(A A^T)"
-        )
+        raise ValueError("A is not symmetric, and A x the gradient of no potential; of a factor use square_root(A A^T)")
     for x in vectors:
         if x.shape != A.shape[:1]:
             raise ValueError(f"expected a vector of {A.shape[0]} entries for this matrix, got shape {tuple(x.shape)}")

@@ -16,14 +16,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim import Optimizer
 
 from prong.analysis.conditioning import condition_number, drift_from_white, input_spectrum, whitened_spectrum
-from prong.analysis.observation import Listener, Seen, fitting, tensors_given
+from prong.analysis.observation import Listener, Seen, tensors_given
 from prong.core.factorise import eps_of
 from prong.layers import Kind, WhitenedLayer
 from prong.layers.plain import plain_kind
 from prong.layers.site import in_backward, in_transform
 from prong.layers.taps import tap_of
 from prong.model.estimate import aside
-from prong.model.whiten import SUPPORTED, check_model, site_name, whitened_sites
+from prong.model.whiten import SUPPORTED, check_model, fitting, site_name, whitened_sites
 from prong.options import Damping, Explicit, Implicit, check_count, check_damping
 from prong.refresh.refresher import Refresher
 

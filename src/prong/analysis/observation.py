@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -77,16 +75,6 @@ class Seen:
             return None
         moments.add_zeros(self._zeros * len(self) / self._passed)
         return moments
-
-
-def fitting(names: Iterable[str], layers: str | Iterable[str] | None, what: str) -> list[str]:
-    """Those of the names that patterns fit; None takes all."""
-    names = list(names)
-    patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"no {what} fits {pattern!r}. There are: {', '.join(filter(None, names)) or 'none'}")
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def tensors_given(layer: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

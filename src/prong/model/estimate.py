@@ -15,7 +15,7 @@ from prong.core.moments import Moments
 from prong.distributed.workers import ALONE, Workers
 from prong.layers import Kind, Plain
 from prong.layers.site import in_backward
-from prong.model.whiten import whitened_layers, whitened_sites
+from prong.model.whiten import restored, whitened_layers, whitened_sites
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -43,9 +43,7 @@ def as_batches(batches: Any) -> Iterable[Any]:
     if isinstance(batches, Tensor):
         return [batches]
     if not isinstance(batches, Iterable) or isinstance(batches, str | Mapping):
-        raise TypeError(
-            f"batches is an iterable of batches, such as a DataLoader, or one tensor; got {type(batches).__name__}"
-        )
+        raise TypeError(f"batches is an iterable of batches (a DataLoader) or one tensor; got {type(batches).__name__}")
     return batches
 
 
@@ -67,18 +65,17 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     and encoder layers are off, as they read weights without calling the layers that own them.
     """
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    originals = [(m, dict(m._buffers)) for m in model.modules() if m._buffers]
+    modules = [module for module in model.modules() if module._buffers]
     fused = torch.backends.mha.get_fastpath_enabled()
-    with torch.random.fork_rng([d.index or 0 for d in devices]), torch.inference_mode(False), torch.no_grad():
+    random = torch.random.fork_rng([d.index or 0 for d in devices])
+    with random, torch.inference_mode(False), torch.no_grad(), restored(modules, "_buffers"):
         try:
             torch.backends.mha.set_fastpath_enabled(False)
-            for module, buffers in originals:
-                module._buffers = {n: None if b is None else b.clone() for n, b in buffers.items()}
+            for module in modules:
+                module._buffers = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fused)
-            for module, buffers in originals:
-                module._buffers = buffers
 
 
 @contextmanager
@@ -117,18 +114,11 @@ def gathering(
 @contextmanager
 def aside(model: nn.Module) -> Iterator[None]:
     """Whatever is run under this leaves gradients, statistics, buffers, random state and modes as they were."""
-    gradients = [(p, p.grad) for p in model.parameters()]
-    modes = [(m, m.training) for m in model.modules()]
-    for p, _ in gradients:
-        p.grad = None
-    try:
+    with restored(model.parameters(), "grad"), restored(model.modules(), "training"):
+        for p in model.parameters():
+            p.grad = None
         with undisturbed(model), gathering(model, ()), torch.enable_grad():
             yield
-    finally:
-        for p, gradient in gradients:
-            p.grad = gradient
-        for module, mode in modes:
-            module.training = mode
 
 
 def run_batches(
@@ -141,9 +131,6 @@ def run_batches(
     """Run the model over batches, until `samples` examples were seen if given; returns how many were.
 
     With several workers, `samples` is of all of them, and some may have no batches.
-
-    Raises:
-        ValueError: if there are no batches, or the model cannot take one; its own error is the cause.
     """
     if in_backward():
         raise RuntimeError("statistics cannot be gathered during a backward pass; do it between updates")
@@ -181,8 +168,6 @@ def settle_blocks(model: nn.Module, batches: Any, forward: Forward | None, worke
     layers = [layer for _, layer in whitened_layers(model)]
     if workers.alone or all(layer.settled for layer in layers if isinstance(layer, Plain)):
         return batches
-    first: list[Any] = []
-    rest: Iterable[Any] = ()
     with workers.together(), undisturbed(model), gathering(model, None, workers):
         rest = iter(as_batches(batches))
         first = list(islice(rest, 1))

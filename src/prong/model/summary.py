@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,6 @@ from torch import nn
 
 from prong.distributed.workers import eager_name
 from prong.layers import Kind, Plain, Site
-from prong.model.tables import aligned
 from prong.model.whiten import check_model, shared_parameters, whitened_layers, why_not
 
 
@@ -32,16 +32,8 @@ class Summary(list[Row]):
     def __str__(self) -> str:
         head = ("layer", "kind", "whitened", "inputs", "parameters", "whitening bytes", "note")
         lines = [(r.name, r.kind, r.whitened, r.inputs, f"{r.parameters:,}", f"{r.memory:,}", r.note) for r in self]
-        total = (
-            "total",
-            "",
-            "",
-            "",
-            f"{sum(r.parameters for r in self):,}",
-            f"{sum(r.memory for r in self):,}",
-            "",
-        )
-        return aligned([head, *lines, total], numeric={3, 4, 5})
+        totals = (sum(r.parameters for r in self), sum(r.memory for r in self))
+        return aligned([head, *lines, ("total", "", "", "", *(f"{n:,}" for n in totals), "")], numeric={3, 4, 5})
 
     __repr__ = __str__
 
@@ -49,8 +41,7 @@ class Summary(list[Row]):
 def summary(model: nn.Module) -> Summary:
     """Per layer with parameters of its own: what is whitened, how, with how much memory, and what is not and why.
 
-    Memory counts the whitening matrices, V and d where an optimizer holds them, and, while a window is open, the
-    statistics.
+    Memory is that of whitening matrices, V and d where an optimizer holds them, and statistics in open windows.
     """
     check_model(model)
     shared = shared_parameters(model)
@@ -106,3 +97,16 @@ def _note(layer: Kind) -> str:
         "frozen": frozen,
     }
     return "; ".join(note for note, holds in notes.items() if holds)
+
+
+def aligned(lines: Sequence[Sequence[str]], numeric: Collection[int]) -> str:
+    """Lines of cells as a table; the first is its head, the last its total. Columns in `numeric` end flush."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+    def text(line: Sequence[str]) -> str:
+        cells = zip(line, widths, strict=True)
+        return "  ".join(c.rjust(w) if i in numeric else c.ljust(w) for i, (c, w) in enumerate(cells)).rstrip()
+
+    rule = "  ".join("-" * w for w in widths)
+    head, *rows, total = map(text, lines)
+    return "\n".join([head, rule, *rows, rule, total])

@@ -53,9 +53,6 @@ def whiten_(
         layers: which: a name, a pattern such as "encoder.*", several of them, or a predicate of (name, module).
             None takes everything that can be whitened.
         max_positions: at most so many positions per example enter a convolution's statistics.
-
-    Raises:
-        ValueError: a name or pattern that fits nothing, or a layer asked for by name that cannot be whitened.
     """
     check_model(model)
     options = as_form(form)
@@ -66,23 +63,26 @@ def whiten_(
         )
     if isinstance(options, ExplicitOptions):
         check_unsharded(model, "the explicit form", 'use form="implicit"')
-    if max_positions is not None:
-        check_count("max_positions", max_positions, 1)
-    if not any(True for _ in whitened_layers(model)):
+    check_count("max_positions", max_positions, 1, optional=True)
+    before = list(whitened_layers(model))
+    if not before:
         remove_taps_(model.modules())  # of the model that this one is a copy of
     chosen = choose(model, layers)
-    if not chosen and not any(True for _ in whitened_layers(model)):
+    if not chosen and not before:
         raise ValueError(nothing_to_whiten(model))
     for name, module in chosen.items():
-        kind = FORMS[options.name].get(type(module))
+        kind, torch_layer = FORMS[options.name].get(type(module)), type(module).__name__
         if kind is None:
-            warnings.warn(
-                f"prong leaves as it is: {name!r} ({type(module).__name__} has no {options.name} form)", stacklevel=2
-            )
+            warnings.warn(f"prong leaves as it is: {name!r} ({torch_layer} has no {options.name} form)", stacklevel=2)
             continue
         sites = kind.make_sites(module)
         label(name, sites, options.block if isinstance(options, Implicit) else None)
-        swap_(module, kind, sites, options, max_positions)
+        if issubclass(kind, Explicit):
+            _rename_parameters(module, _trained_names(sites))
+        module.__class__ = kind
+        assert isinstance(module, WhitenedLayer)
+        module.sites, module.switch, module.options = sites, Switch(), options
+        module.max_positions, module.owner = max_positions, None
     return model
 
 
@@ -101,24 +101,6 @@ def label(name: str, sites: Iterable[Site], block: int | None) -> None:
         site.layout = replace(site.layout, block=block)
 
 
-def swap_(
-    module: nn.Module,
-    kind: type[WhitenedLayer],
-    sites: tuple[Site, ...],
-    options: Form,
-    max_positions: int | None = None,
-) -> WhitenedLayer:
-    """Make a torch layer a whitened one with these sites."""
-    if issubclass(kind, Explicit):
-        names = {trained: trained_name(trained) for s in sites for trained in (s.weight, s.bias) if trained}
-        _rename_parameters(module, names)
-    module.__class__ = kind
-    assert isinstance(module, WhitenedLayer)
-    module.sites, module.switch, module.options = sites, Switch(), options
-    module.max_positions, module.owner = max_positions, None
-    return module
-
-
 def tap_(
     model: nn.Module, choose_form: Callable[[type[Plain], nn.Module], Form | None], auto: Auto | None
 ) -> dict[str, Plain]:
@@ -128,18 +110,21 @@ def tap_(
     its budget.
     """
     remove_taps_(model.modules())  # of the model that this one is a copy of
-    forms = {name: (module, kind, choose_form(kind, module)) for name, module, kind in _kinds(model)}
-    chosen = {name: found for name, found in forms.items() if found[2] is not None}
+    chosen: dict[str, tuple[nn.Module, type[Plain], Implicit | Materialised]] = {}
+    for name, module in choose(model, None).items():
+        kind = plain_kind(module)
+        assert kind is not None
+        options = choose_form(kind, module)
+        if options is not None:
+            assert isinstance(options, Implicit | Materialised)
+            chosen[name] = module, kind, options
     layouts = [site.layout for module, kind, _ in chosen.values() for site in kind.make_sites(module)]
     entries = sum(map(_entries, model.parameters()))
     budget = None if auto is None else Budget(auto.time, largest_block(layouts, auto.memory * entries))
-    views: dict[str, Plain] = {}
-    for name, (module, kind, options) in chosen.items():
-        assert isinstance(options, Implicit | Materialised)
-        views[name] = kind(module, options, budget)
-        label(name, views[name].sites, options.block)
+    views = {name: kind(module, options, budget) for name, (module, kind, options) in chosen.items()}
     sharing = Sharing()
     for name, view in views.items():
+        label(name, view.sites, chosen[name][2].block)
         view.sharing = sharing
         if not isinstance(view, PlainOutProjection):
             view.module.register_forward_pre_hook(Tap(view, sharing), with_kwargs=True)
@@ -149,13 +134,6 @@ def tap_(
     return views
 
 
-def _kinds(model: nn.Module) -> Iterator[tuple[str, nn.Module, type[Plain]]]:
-    for name, module in choose(model, None).items():
-        kind = plain_kind(module)
-        assert kind is not None
-        yield name, module, kind
-
-
 def warn_of_rest(model: nn.Module, sites: Iterable[tuple[Kind, Site]]) -> None:
     """Say so where less than half of a model's parameters are whitened, and which are not."""
     whitened = {id(p) for layer, site in sites for p in layer.pair(site) if p is not None}
@@ -163,12 +141,13 @@ def warn_of_rest(model: nn.Module, sites: Iterable[tuple[Kind, Site]]) -> None:
     share = sum(size for p, size in sizes.items() if p in whitened) / max(1, sum(sizes.values()))
     if share >= 0.5:
         return
-    left: dict[str, int] = {}
-    for name, module in model.named_modules():
-        own = sum(_entries(p) for p in module._parameters.values() if p is not None and id(p) not in whitened)
-        if own:
-            left[f"{name or 'the model itself'} ({type(module).__name__})"] = own
-    largest = sorted(left, key=lambda name: -left[name])[:6]
+    left = {
+        f"{name or 'the model itself'} ({type(module).__name__})": sum(
+            sizes[id(p)] for p in module.parameters(recurse=False) if id(p) not in whitened
+        )
+        for name, module in model.named_modules()
+    }
+    largest = sorted(filter(left.get, left), key=lambda name: -left[name])[:6]
     warnings.warn(
         f"only {share:.0%} of this model's parameters are whitened; the largest that are not: {', '.join(largest)}. "
         "They are trained as without whitening; prong.summary(model) tells why.",
@@ -184,23 +163,21 @@ def fold_(model: nn.Module) -> nn.Module:
     check_model(model)
     layers = dict(whitened_layers(model))
     if any(hasattr(layer, "unshard") for layer in layers.values() if isinstance(layer, WhitenedLayer)):
-        raise ValueError(
-            "whitened layers that were sharded one by one cannot be folded; fold an unsharded copy of the model"
-        )
+        raise ValueError("whitened layers that were sharded one by one cannot be folded; fold an unsharded copy")
     owners = {id(layer.owner): layer.owner for layer in layers.values() if layer.owner is not None}.values()
-    for owner in owners:
-        if not {id(layer) for layer, _ in owner.sites.values()} <= {id(layer) for layer in layers.values()}:
-            raise ValueError(
-                "an optimizer refreshes these layers together with others; fold the whole model it was given"
-            )
+    if {id(layer) for owner in owners for layer, _ in owner.sites.values()} - set(map(id, layers.values())):
+        raise ValueError("an optimizer refreshes these layers together with others; fold the whole model it was given")
     for owner in owners:
         owner.release()
     for layer in layers.values():
         if isinstance(layer, WhitenedLayer):
             plain_(layer)
     remove_taps_(model.modules())
-    for module in model.modules():
-        _remove_hooks(module)
+    for module in model.modules():  # and of a copy, what its original's optimizer has registered at the model
+        for key, hook in list(module._forward_hooks.items()):
+            if type(hook).__module__.startswith("prong."):
+                del module._forward_hooks[key]
+                module._forward_hooks_always_called.pop(key, None)
     return model
 
 
@@ -208,23 +185,13 @@ def plain_(layer: WhitenedLayer) -> None:
     """Make a whitened layer the torch layer that it was."""
     if isinstance(layer, Explicit):
         canonical = {name: x.detach().clone() for name, x in layer.canonical().items() if x is not None}
-        _rename_parameters(layer, {trained_name(name): name for name in canonical})
+        _rename_parameters(layer, {trained: name for name, trained in _trained_names(layer.sites).items()})
         with torch.no_grad():
             for name, value in canonical.items():
-                parameter = layer._parameters[name]
-                assert parameter is not None
-                parameter.copy_(value)
+                layer.get_parameter(name).copy_(value)
     layer.__class__ = type(layer).plain  # type: ignore[assignment]
     for name in ("sites", "switch", "options", "max_positions", "owner"):
         del layer.__dict__[name]
-
-
-def _remove_hooks(module: nn.Module) -> None:
-    """Take out of a copy what its original's optimizer has registered at the model."""
-    for key, hook in list(module._forward_hooks.items()):
-        if type(hook).__module__.startswith("prong."):
-            del module._forward_hooks[key]
-            module._forward_hooks_always_called.pop(key, None)
 
 
 def whitened_layers(model: nn.Module) -> Iterator[tuple[str, Kind]]:
@@ -260,14 +227,21 @@ def ordinary_gradients(model: nn.Module) -> Iterator[None]:
     """
     check_model(model)
     switches = [layer.switch for _, layer in whitened_layers(model) if isinstance(layer, WhitenedLayer)]
-    before = [switch.ordinary for switch in switches]
-    for switch in switches:
-        switch.ordinary = True
+    with restored(switches, "ordinary"):
+        for switch in switches:
+            switch.ordinary = True
+        yield
+
+
+@contextmanager
+def restored(objects: Iterable[object], name: str) -> Iterator[None]:
+    """An attribute of these objects is afterwards what it was."""
+    before = [(each, getattr(each, name)) for each in objects]
     try:
         yield
     finally:
-        for switch, value in zip(switches, before, strict=True):
-            switch.ordinary = value
+        for each, value in before:
+            setattr(each, name, value)
 
 
 def why_not(module: nn.Module, shared: set[int]) -> str | None:
@@ -315,18 +289,11 @@ def choose(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
     """The modules to whiten, in the order of the model."""
     modules = {eager_name(name): module for name, module in model.named_modules()}
     shared = shared_parameters(model)
-    if layers is None or callable(layers):
-        wanted = {n: m for n, m in modules.items() if layers is None or layers(n, m)}
-        by_name: set[str] = set()
+    if callable(layers):
+        wanted, named = {n: m for n, m in modules.items() if layers(n, m)}, []
     else:
-        patterns = [layers] if isinstance(layers, str) else list(layers)
-        for pattern in patterns:
-            if not isinstance(pattern, str):
-                raise TypeError(f"layer names and patterns are strings, got {type(pattern).__name__}")
-            if not any(fnmatchcase(name, pattern) for name in modules):
-                raise ValueError(f"no layer fits {pattern!r}. Layers: {', '.join(filter(None, modules))}")
-        wanted = {n: m for n, m in modules.items() if any(fnmatchcase(n, p) for p in patterns)}
-        by_name = set(patterns) & set(modules)
+        named = patterns(layers)
+        wanted = {name: modules[name] for name in fitting(modules, named, "layer")}
     chosen, left = {}, []
     for name, module in wanted.items():
         if isinstance(module, WhitenedLayer):
@@ -338,7 +305,7 @@ def choose(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
                 reason = "attention computes with its weights and never calls it; whiten the attention too"
         if reason is None:
             chosen[name] = module
-        elif name in by_name:
+        elif name in named:
             raise ValueError(f"layer {name!r} cannot be whitened: {reason}. Supported are {SUPPORTED}.")
         elif any(isinstance(module, kind) for kind in PLAIN) and any(map(_entries, module.parameters(recurse=False))):
             left.append(f"{name!r} ({reason})")
@@ -347,9 +314,32 @@ def choose(model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
     return chosen
 
 
+def patterns(layers: str | Iterable[str] | None) -> list[str]:
+    """Names and patterns as a list; None takes all."""
+    found = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
+    for pattern in found:
+        if not isinstance(pattern, str):
+            raise TypeError(f"layer names and patterns are strings, got {type(pattern).__name__}")
+    return found
+
+
+def fitting(names: Iterable[str], layers: str | Iterable[str] | None, what: str) -> list[str]:
+    """Those of the names that patterns fit."""
+    names, wanted = list(names), patterns(layers)
+    for pattern in wanted:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"no {what} fits {pattern!r}. There are: {', '.join(filter(None, names)) or 'none'}")
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)]
+
+
 def _entries(parameter: nn.Parameter) -> int:
     """How many numbers a parameter holds; of a lazy one that is not known yet, and it counts as one."""
     return 1 if isinstance(parameter, nn.parameter.UninitializedParameter) else parameter.numel()
+
+
+def _trained_names(sites: Iterable[Site]) -> dict[str, str]:
+    """What parameters are called in the explicit form: weight becomes V."""
+    return {name: trained_name(name) for site in sites for name in (site.weight, site.bias) if name}
 
 
 def _rename_parameters(module: nn.Module, names: dict[str, str]) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prong.analysis.fisher.coordinates import Coordinates, full_name
-from prong.analysis.fisher.snapshot import Snapshot, count_examples, each_exact_row, pieces
+from prong.analysis.fisher.snapshot import Coordinates, Snapshot, count_examples, each_exact_row, full_name, pieces
 from prong.analysis.observation import patches
 from prong.core.moments import accumulation_dtype
 from prong.gradients.outputs import Distribution

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prong.analysis.fisher.coordinates import Coordinates
-from prong.analysis.fisher.snapshot import Snapshot, as_ordinary, count_examples, each_exact_row, pieces
+from prong.analysis.fisher.snapshot import Coordinates, Snapshot, as_ordinary, count_examples, each_exact_row, pieces
 from prong.core.moments import accumulation_dtype
 from prong.gradients.outputs import Distribution, sampled_output_gradient
 from prong.model.estimate import Forward
@@ -49,17 +48,13 @@ def blocks(
     every layer, or "whitened", V and d of whitened layers. With `draws` and a `generator`, so many labels per example
     are drawn from the model instead of summed over. `chunk` examples are differentiated at once; by default, as many as
     keep their gradients within 2^28 bytes. `forward(model, batch)` runs the model, if it is not as `refresh_` does.
-
-    Raises:
-        ValueError: matrices of more than `max_bytes`, or a model without an output per example.
-        FloatingPointError: an output that is not finite.
+    Matrices of more than `max_bytes` are refused.
     """
     snapshot = Snapshot(model, distribution, coordinates, names, forward)
     if (draws is None) != (generator is None):
         raise ValueError("a sampled Fisher needs draws and generator, as in draws=1, generator=torch.Generator()")
-    for name, count in {"chunk": chunk, "draws": draws}.items():
-        if count is not None:
-            check_count(name, count, 1)
+    check_count("chunk", chunk, 1, optional=True)
+    check_count("draws", draws, 1, optional=True)
     where = {  # a module's parameters are neighbours in the model's order
         name: slice(snapshot.slices[members[0]].start, snapshot.slices[members[-1]].stop)
         for name, members in snapshot.groups.items()

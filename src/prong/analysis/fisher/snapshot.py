@@ -1,4 +1,9 @@
-"""A model as a function of a change of its parameters, to be differentiated: the trained model is not even run."""
+"""A model as a function of a change of its parameters, to be differentiated: the trained model is not even run.
+
+Changes are of the canonical parameters or in whitened coordinates, in which the canonical ones are linear: W = V U and
+b = d - W c for every whitened site. U is what the layer or its optimizer computes with; where there is only P, it is
+the symmetric root P^(1/2).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +22,54 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from prong.analysis.fisher.coordinates import COORDINATES, Coordinates, canonical_changes, charts
+from prong.analysis.conditioning import inverse_covariance
 from prong.core.moments import full_precision
-from prong.gradients.outputs import DISTRIBUTIONS, Distribution
+from prong.core.whitening import Whitening, to_canonical
+from prong.gradients.outputs import Distribution
+from prong.layers import Explicit, Kind, Site
+from prong.layers.base import trained_name
 from prong.model.estimate import Forward, as_batches, call_model, inputs_of, undisturbed
-from prong.model.whiten import check_model, fold_
+from prong.model.whiten import check_model, fold_, whitened_layers
+from prong.options import check_choice
+
+Coordinates = Literal["canonical", "whitened"]
+
+
+class Chart(NamedTuple):
+    """The whitened coordinates of one site."""
+
+    names: dict[str, str]  # of weight and bias in the plain model, and in whitened coordinates: 0.weight -> 0.V
+    site: Site
+    whitening: Whitening | None  # None: U = I and c = 0
+
+
+def full_name(layer: str, parameter: str) -> str:
+    """The name of a layer's parameter in the model."""
+    return f"{layer}.{parameter}".removeprefix(".")
+
+
+def charts(model: nn.Module) -> list[Chart]:
+    """The charts of a model's whitened layers, plain ones in the hands of an optimizer included."""
+    found = []
+    for layer_name, layer in whitened_layers(model):
+        for site in layer.sites:
+            own = [name for name in (site.weight, site.bias) if name is not None]
+            names = {full_name(layer_name, name): full_name(layer_name, trained_name(name)) for name in own}
+            found.append(Chart(names, site, _whitening_of(layer, site)))
+    return found
+
+
+def canonical_changes(charts: Iterable[Chart], changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Changes of the canonical parameters, from those of whitened ones; both by the names of the plain model."""
+    parts: dict[str, list[Tensor]] = {}
+    for chart in charts:
+        weight, *bias = chart.names
+        pair = chart.site.packed(changes[weight], changes[bias[0]] if bias else None)
+        mapped = chart.site.unpacked(*(pair if chart.whitening is None else to_canonical(*pair, chart.whitening)))
+        for name, value in zip(chart.names, mapped, strict=False):
+            assert value is not None
+            parts.setdefault(name, []).append(value)
+    return {name: torch.cat(values) for name, values in parts.items()}  # attention's are of three sites
 
 
 class _Caller(nn.Module):
@@ -57,10 +105,8 @@ class Snapshot:
         forward: Forward | None = None,
     ) -> None:
         check_model(model)
-        if distribution not in DISTRIBUTIONS:
-            raise ValueError(f"distribution is one of {', '.join(DISTRIBUTIONS)}, got {distribution!r}")
-        if coordinates not in COORDINATES:
-            raise ValueError(f"coordinates are {' or '.join(map(repr, COORDINATES))}, got {coordinates!r}")
+        check_choice("distribution", distribution, get_args(Distribution))
+        check_choice("coordinates", coordinates, get_args(Coordinates))
         self.distribution, self._takes_pairs = distribution, forward is None
         with torch.inference_mode(False), torch.no_grad():
             self.caller = _Caller(_plain_copy(model), forward or call_model)
@@ -202,9 +248,7 @@ def count_examples(batch: Any) -> int:
     counts = {shape[0] if shape else 0 for shape in shapes}
     if len(counts) != 1 or 0 in counts:
         found = ", ".join(map(str, shapes)) or "none"
-        raise ValueError(
-            f"examples are the first dimension of every tensor of a batch, at least one; got shapes {found}"
-        )
+        raise ValueError(f"examples are the first dimension of every tensor of a batch; got shapes {found}")
     return counts.pop()
 
 
@@ -218,9 +262,7 @@ def _plain_copy(model: nn.Module) -> nn.Module:
     """A folded copy in eval mode, without backward hooks: torch.func cannot run them, and nothing needs them."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.running_mean is None:
-            raise ValueError(
-                f"layer {name!r} normalises by the batch even in eval mode; give it track_running_stats=True"
-            )
+            raise ValueError(f"layer {name!r} normalises by the batch in eval mode; give it track_running_stats=True")
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters(recurse=False)):
             raise ValueError(f"layer {name!r} is lazy; run one forward first, so that it knows its size")
     try:
@@ -245,3 +287,27 @@ def _choose(trained: Iterable[str], names: Iterable[str] | None) -> dict[str, li
         if not groups[name]:
             raise ValueError(f"no trained parameter is {name!r} or in such a layer. There are: {', '.join(trained)}")
     return groups
+
+
+def _whitening_of(layer: Kind, site: Site) -> Whitening | None:
+    """U and c of a site, in the precision of its weight; None is the identity."""
+    w = site.whitening
+    if w is None:
+        return None
+    weight, bias = layer.pair(site)
+    U = _symmetric_root(inverse_covariance(w, torch.float64), site.label) if w.U is None else w.U
+    # In a plain or implicit layer a bias that is not trained stays, and then nothing absorbs the mean.
+    moves = isinstance(layer, Explicit) or (bias is not None and bias.requires_grad)
+    return Whitening(w.c if moves else None, w.eps, U=U).map(lambda x: x.to(weight))
+
+
+def _symmetric_root(P: Tensor, label: str) -> Tensor:
+    """U = P^(1/2), symmetric; of a P that rounding spoiled there is none."""
+    lam, E = torch.linalg.eigh((P + P.mT) / 2)
+    if (lam <= 0).any():
+        raise ValueError(
+            f"layer {label!r}: its stored inverse covariance has an eigenvalue of {lam.min().item():.3g}, so no root. "
+            "Refresh it with a larger damping, or whiten without `storage`."
+        )
+    root: Tensor = (E * lam.sqrt().unsqueeze(-2)) @ E.mT
+    return root

@@ -69,21 +69,14 @@ def extreme_eigenvalues(
 ) -> Extremes:
     """The largest eigenvalue of a symmetric positive semi-definite matrix, and the smallest above a floor.
 
-    Lanczos with full reorthogonalisation. It starts from F x with a random x, which has no part in the null space, so
-    that the smallest nonzero eigenvalue is an end of the spectrum it sees. A Ritz value theta with the residual
-    ||F y - theta y|| = beta |s| has an eigenvalue within that distance. An end of the spectrum has converged when
+    Lanczos with full reorthogonalisation, from F x with a random x: it has no part in the null space. An end theta of
+    the spectrum with the residual ||F y - theta y|| = beta |s| has converged when, in each of the last three steps,
 
         residual <= tolerance * theta    and    |theta - theta of the step before| <= tolerance * theta
 
-    in each of the last three steps, or when the Krylov space is exhausted. It ends when both ends have. That no
-    eigenvalue lies beyond is not proved (docs/fisher.md).
-
-    The matrix is an `Operator`, a dense one, or anything with shape, dtype and device that multiplies like one. `steps`
-    is how many products to make at most, and how many vectors to keep. The floor is as for `spectrum`.
-
-    Raises:
-        ValueError: not square, zero, or with a negative eigenvalue.
-        FloatingPointError: a product that is not finite.
+    or when the Krylov space is exhausted; docs/fisher.md tells what that proves. The matrix is an `Operator`, a dense
+    one, or anything with shape, dtype and device that multiplies like one. `steps` is how many products to make at
+    most, and how many vectors to keep. The floor is as for `spectrum`.
     """
     floor = _checked_floor(matrix, floor)
     check_count("steps", steps, 1)

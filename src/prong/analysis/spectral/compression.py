@@ -7,18 +7,18 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 
-from prong.analysis.observation import Listener, fitting
+from prong.analysis.observation import Listener
 from prong.analysis.spectral.allocation import ALLOCATIONS, Options, Plan, keep_share, worthwhile
 from prong.analysis.spectral.probing import Compressible, Probe, distances
 from prong.analysis.spectral.replacement import Criterion, Subject
 from prong.model.estimate import Forward, as_batches, call_model, run_batches, undisturbed
-from prong.model.tables import aligned
-from prong.model.whiten import check_model, fold_, shared_parameters, why_not
-from prong.options import check_count
+from prong.model.summary import aligned
+from prong.model.whiten import check_model, fitting, fold_, shared_parameters, why_not
+from prong.options import check_choice, check_count, checked_number
 
 Allocation = Literal["least", "equal"]
 
@@ -39,6 +39,14 @@ class Layer:
     expected: float = 0.0  # the error on the given network's inputs to this layer, from their statistics
     measured: float = 0.0  # the error within the compressed network, where inputs have changed too
     note: str = ""  # why the layer was left as it is, if it was
+
+    def cells(self) -> tuple[str, ...]:
+        """The line as text."""
+        sizes, flops = (f"{n:,}" for n in self.parameters), (f"{n:,.0f}" for n in self.flops or ())
+        rank, errors = "", ("", "")
+        if self.rank is not None:
+            rank, errors = "{}/{}".format(*self.rank), (f"{self.expected:.2e}", f"{self.measured:.2e}")
+        return self.name, self.kind, self.plan, rank, *sizes, *(flops if self.flops else ("", "")), *errors, self.note
 
 
 @dataclass(frozen=True)
@@ -70,19 +78,7 @@ class Report:
     def __str__(self) -> str:
         sizes = ("parameters", "after", "flops", "after")
         head = ("layer", "kind", "plan", "rank", *sizes, "expected", "measured", "note")
-        lines = [
-            (
-                layer.name,
-                layer.kind,
-                layer.plan,
-                "" if layer.rank is None else f"{layer.rank[0]}/{layer.rank[1]}",
-                *(f"{n:,}" for n in layer.parameters),
-                *(("", "") if layer.flops is None else (f"{n:,.0f}" for n in layer.flops)),
-                *("" if layer.rank is None else f"{error:.2e}" for error in (layer.expected, layer.measured)),
-                layer.note,
-            )
-            for layer in self.layers
-        ]
+        lines = [layer.cells() for layer in self.layers]
         totals = (f"{n:,.0f}" for n in (*self.parameters, *self.flops))
         total = ("total", "", "", "", *totals, f"{self.expected:.2e}", f"{self.output_error:.2e}", "measured: outputs")
         return aligned([head, *lines, total], numeric={3, 4, 5, 6, 7, 8, 9})
@@ -115,21 +111,13 @@ def compress(
     is the share of the variance of its outputs that every layer keeps at least. `layers` are names or patterns. The
     criterion "weights" truncates the singular values of the weights, for comparison. Of a convolution, at most
     `max_positions` per example are looked at. `forward(model, batch)` runs the model, if not as `refresh_` does.
-
-    Raises:
-        ValueError: options out of range, a budget that is too small, layers asked for by name that cannot be
-            compressed, a model that uses a layer that was replaced otherwise than by calling it.
-        FloatingPointError: NaN or infinite activations; the message names the layer.
     """
     check_model(model)
     _check_budget(parameters, variance)
-    for name, count, least in (("samples", samples, 2), ("max_positions", max_positions, 1)):
-        if count is not None:
-            check_count(name, count, least)
-    if allocation not in ALLOCATIONS:
-        raise ValueError(f"allocation is one of {', '.join(ALLOCATIONS)}, got {allocation!r}")
-    if criterion not in ("outputs", "weights"):
-        raise ValueError(f"criterion is 'outputs' or 'weights', got {criterion!r}")
+    check_count("samples", samples, 2, optional=True)
+    check_count("max_positions", max_positions, 1, optional=True)
+    check_choice("allocation", allocation, ALLOCATIONS)
+    check_choice("criterion", criterion, get_args(Criterion))
     batches = as_batches(batches)
     if isinstance(batches, Iterator):
         batches = list(batches)  # they are needed twice
@@ -186,9 +174,8 @@ def compress(
 def _check_budget(parameters: float | None, variance: float | None) -> None:
     if (parameters is None) == (variance is None):
         raise ValueError("give either parameters, a budget such as 0.5, or variance, a share to keep such as 0.99")
-    name, value = ("variance", variance) if parameters is None else ("parameters", parameters)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is a number, got {type(value).__name__}")
+    name, given = ("variance", variance) if parameters is None else ("parameters", parameters)
+    value = checked_number(name, given)
     if value < 1 if isinstance(parameters, int) else not 0 < value <= 1:
         also = "" if parameters is None else ", or an int above 0: how many"
         raise ValueError(f"{name} is a share above 0 and up to 1{also}; got {value}")

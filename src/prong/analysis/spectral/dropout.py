@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from prong.analysis.observation import fitting
 from prong.layers import Explicit, Kind
 from prong.layers.attention import AttentionKind
 from prong.layers.dropping import Dropping
 from prong.layers.linear import ExplicitOutProjection
-from prong.model.whiten import check_model, site_name, whitened_layers
+from prong.model.whiten import check_model, fitting, site_name, whitened_layers
+from prong.options import checked_number
 
 NOT_ALIKE = "attention and its output projection"
 
@@ -31,17 +31,11 @@ def dropout_(
 
     Layers are in the explicit form with basis "pca": those that names or patterns fit, or all but attention. `rate` is
     in [0, 1 - least], and 0 removes the dropout; what is kept is scaled by at most 1 / `least`.
-
-    Raises:
-        ValueError: a rate out of range, nothing whitened, layers that cannot have it; nothing has been changed then.
     """
     check_model(model)
-    for name, value in {"rate": rate, "least": least}.items():
-        if not isinstance(value, int | float):
-            raise TypeError(f"{name} is a number, got {type(value).__name__}")
-    if not 0 < least <= 1:
+    if not 0 < checked_number("least", least) <= 1:
         raise ValueError(f"least is a probability above 0, got {least}; without one, what is kept may grow unboundedly")
-    if not 0 <= rate <= 1 - least:
+    if not 0 <= checked_number("rate", rate) <= 1 - least:
         raise ValueError(f"rate is a share of the directions, from 0 to 1 - least = {1 - least:g}, got {rate}")
     whitened = dict(whitened_layers(model))
     if not whitened:
@@ -50,8 +44,9 @@ def dropout_(
     for name, reason in reasons.items():
         if reason is not None and (layers is not None or reason != NOT_ALIKE or set(reasons.values()) == {NOT_ALIKE}):
             raise ValueError(f"layer {name!r}: spectral dropout is not for {reason}")
-    for site in [site for name, reason in reasons.items() if reason is None for site in whitened[name].sites]:
-        site.dropping = Dropping(float(rate), float(least)) if rate else None
+    for name, reason in reasons.items():
+        for site in whitened[name].sites if reason is None else ():
+            site.dropping = Dropping(float(rate), float(least)) if rate else None
     return model
 
 

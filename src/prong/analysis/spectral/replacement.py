@@ -168,7 +168,7 @@ class Subject:
         for module, value in zip(pair, (first, second), strict=True):
             layout = Layout(
                 tuple(module.weight.shape)
-            )  # values are (out, taps * in) or, in this order, (out * taps, in)
+            )  # values are (out, taps * in), or (out * taps, in) in this order
             module.weight.copy_(layout.unpack(value.reshape(1, layout.outputs, layout.taps, layout.inputs)))
             module.weight.requires_grad_(layer.weight.requires_grad)
         if layer.bias is not None:
