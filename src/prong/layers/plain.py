@@ -26,7 +26,7 @@ from prong.core.moments import accumulation_dtype
 from prong.core.whitening import Whitening, against, less_outer, natural_gradient, times, to_canonical, to_whitened
 from prong.distributed.sharding import is_sharded, local, plain_class, rows_of, spread_like
 from prong.layers.attention import AttentionKind, TappedMultiheadAttention
-from prong.layers.conv import ConvKind, ConvTransposeKind
+from prong.layers.conv import CONVOLUTIONS, ConvKind
 from prong.layers.site import Kind, Layout, Site
 from prong.layers.taps import Sharing
 from prong.options import Basis, Implicit, Materialised
@@ -107,6 +107,12 @@ class Plain(Kind):
 
     def parameter(self, name: str | None) -> Tensor | None:  # noqa: D102
         return None if name is None else self.module._parameters[name]
+
+    @property
+    def plain(self) -> type[nn.Module]:  # type: ignore[override]
+        """The layer's type."""
+        kind = plain_class(self.module)
+        return nn.MultiheadAttention if kind is TappedMultiheadAttention else kind
 
     @property
     def form(self) -> str:  # type: ignore[override]
@@ -419,16 +425,8 @@ def _alike(marks: Iterable[tuple[Tensor, tuple[int | None, Tensor]]]) -> bool:
     )
 
 
-class PlainLinear(Plain):
-    """nn.Linear."""
-
-    plain = nn.Linear
-
-
-class PlainOutProjection(PlainLinear):
+class PlainOutProjection(Plain):
     """Attention's output projection, which attention never calls: it shows its inputs itself."""
-
-    plain = NonDynamicallyQuantizableLinear
 
 
 class PlainTransposedLinear(Plain):
@@ -442,8 +440,6 @@ class PlainTransposedLinear(Plain):
 class PlainAttention(Plain, AttentionKind):
     """nn.MultiheadAttention."""
 
-    plain = nn.MultiheadAttention
-
     def see(self, args: tuple[Any, ...], kwargs: dict[str, Any], sharing: Sharing) -> None:  # noqa: D102
         given = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
         if len(given) == 3 and all(isinstance(h, Tensor) for h in given):
@@ -451,33 +447,23 @@ class PlainAttention(Plain, AttentionKind):
             self.observe_inputs((given[0], given[1], given[2]))
 
 
-class PlainConv(Plain):
-    """What the convolutions share."""
+class PlainConv(Plain, ConvKind):
+    """Convolutions, transposed ones too."""
 
     stride: tuple[int, ...]
-    kernel_size: tuple[int, ...]
 
     def rows(self, h: Tensor) -> float:  # noqa: D102
-        dims = len(self.kernel_size)
-        maps = h.shape[0] if h.dim() > dims + 1 else 1
-        per_map = math.prod(h.shape[-dims:])
-        return maps * (per_map if self.sites[0].layout.transposed else per_map / math.prod(self.stride))
-
-
-def _plain_kind(kind: type[Kind], torch_layer: type[nn.Module]) -> type[Plain]:
-    return type(f"Plain{torch_layer.__name__}", (PlainConv, kind), {"plain": torch_layer, "__doc__": f"{torch_layer}."})
+        (site,) = self.sites
+        per_map = math.prod(h.shape[-len(self.kernel_size) :])
+        return self.maps(h) * per_map / (1 if site.layout.transposed else math.prod(self.stride))
 
 
 PLAIN: dict[type[nn.Module], type[Plain]] = {
-    nn.Linear: PlainLinear,
+    nn.Linear: Plain,
     NonDynamicallyQuantizableLinear: PlainOutProjection,
     nn.MultiheadAttention: PlainAttention,
     TappedMultiheadAttention: PlainAttention,
-    **{layer: _plain_kind(ConvKind, layer) for layer in (nn.Conv1d, nn.Conv2d, nn.Conv3d)},
-    **{
-        layer: _plain_kind(ConvTransposeKind, layer)
-        for layer in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-    },
+    **dict.fromkeys(CONVOLUTIONS, PlainConv),
 }
 
 

@@ -128,10 +128,6 @@ class Layout:
         """A number for each input, c (matrices, in), as (channels,)."""
         return self._join(c).reshape(-1)
 
-    def per_matrix(self, x: Tensor) -> Tensor:
-        """What groups have one of each, (groups, ...), as (matrices, ...)."""
-        return x if self.blocks == 1 else x.repeat_interleave(self.blocks, dim=0)
-
     def assembled(self, M: Tensor) -> Tensor:
         """The block-diagonal matrices (groups, in, in) of blocks M (matrices, in, in)."""
         if self.blocks == 1:
@@ -272,7 +268,6 @@ class Kind:
 
     form: ClassVar[str]
     plain: ClassVar[type[nn.Module]]
-    centres: ClassVar[bool] = True  # whether a bias can absorb the mean of the inputs
 
     sites: tuple[Site, ...]
     options: Form
@@ -318,7 +313,7 @@ class Kind:
     def centred(self, site: Site) -> bool:
         """Whether this site's inputs are centred: only if a bias that may change can absorb the mean."""
         bias = self.parameter(site.bias)
-        return self.centres and bias is not None and bias.requires_grad and not site.fixed_bias
+        return bias is not None and bias.requires_grad and not site.fixed_bias
 
     @property
     def channels_at(self) -> int:
