@@ -102,12 +102,8 @@ def whiten(
             Q, tail = found
             return with_product(Whitening(moments.mean.clone() if centred else None, eps, P=Q, tail=tail), spread)
     factorise = _low_rank if thin else _eigenbasis if basis in ("pca", "zca") else _cholesky
-    for dtype, damping in (
-        (X.dtype, eps),
-        (torch.float64, eps),
-        (torch.float64, 10 * eps),
-        (torch.float64, 100 * eps),
-    ):
+    ladder = (X.dtype, 1), (torch.float64, 1), (torch.float64, 10), (torch.float64, 100)
+    for dtype, damping in ((dtype, times * eps) for dtype, times in ladder):
         try:
             with full_precision(X):
                 matrices: dict[str, Any] = factorise(X.to(dtype), damping, basis)
@@ -233,7 +229,8 @@ def _cholesky(Sigma: Tensor, eps: float, basis: Basis | None) -> dict[str, Tenso
     L = torch.linalg.cholesky(damped)
     if basis is None:
         return {"P": torch.cholesky_inverse(L), "F": damped}
-    return {"U": _triangular_inverse(L), "U_inv": L}
+    identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
+    return {"U": torch.linalg.solve_triangular(L, identity, upper=False), "U_inv": L}
 
 
 def _eigenbasis(Sigma: Tensor, eps: float, basis: Basis | None) -> dict[str, Tensor]:
@@ -278,10 +275,3 @@ def _low_rank(factor: Tensor, eps: float, basis: Basis | None) -> dict[str, Tens
         return result
 
     return {"P": of_sigma(-1.0), "F": of_sigma(1.0)} if basis is None else {"U": of_sigma(-0.5), "U_inv": of_sigma(0.5)}
-
-
-def _triangular_inverse(L: Tensor) -> Tensor:
-    """L^-1 of a lower-triangular L."""
-    identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
-    inverse: Tensor = torch.linalg.solve_triangular(L, identity, upper=False)
-    return inverse

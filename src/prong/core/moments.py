@@ -234,25 +234,19 @@ def sampled(rows: Tensor, count: int) -> Tensor:
 
 
 class Window:
-    """Moments of a layer's inputs, of which those of the update under way can be taken back.
-
-    Attributes:
-        examples: how many examples were seen since the window opened, or since `forget`.
-        share: which share of the rows of a batch is looked at, but at least `LEAST` rows.
-        marks: how often it was marked.
-        training_only: whether forwards in eval mode are left out.
-        errors: where inputs that cannot be added are told, if not at once: a worker that stops in the middle of a
-            forward keeps the others waiting. (For windows that are not those of an optimizer.)
-    """
+    """Moments of a layer's inputs, of which those of the update under way can be taken back."""
 
     def __init__(self, settled: Moments, examples: float = 0.0, share: float = 1.0) -> None:
-        self.examples, self.share = examples, share
-        self.training_only = True
+        self.examples = examples  # that were seen since the window opened, or since `forget`
+        self.share = share  # of the rows of a batch that are looked at, but at least `LEAST` rows
+        self.training_only = True  # whether forwards in eval mode are left out
+        # Where inputs that cannot be added are told, if not at once: a worker that stops in the middle of a forward
+        # keeps the others waiting. (For windows that are not those of an optimizer.)
         self.errors: list[FloatingPointError] | None = None
         self._settled = settled
         self._fresh = settled.empty()
         self._fresh_examples = 0.0
-        self.marks = 0
+        self.marks = 0  # how often it was marked
         self._marked: tuple[Moments, float] | None = None
 
     def mark(self) -> None:

@@ -15,11 +15,7 @@ from prong.core.moments import has_bfloat16
 class OrthogonalMomentum(Optimizer):
     """Muon's rule: `W -= lr sqrt(max(1, out / in)) msgn(momentum)`, for matrices, and for kernels as matrices.
 
-    Args:
-        params: matrices and kernels.
-        lr: learning rate.
-        momentum: of gradients, Nesterov's.
-        weight_decay: decoupled decay.
+    The momentum is Nesterov's, the decay decoupled.
     """
 
     def __init__(self, params: Any, lr: float | Tensor, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
