@@ -56,11 +56,7 @@ class Moments:
     """
 
     def __init__(
-        self,
-        groups: int,
-        features: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
+        self, groups: int, features: int, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
     ) -> None:
         self.count = 0.0
         self.mean = torch.zeros(groups, features, dtype=accumulation_dtype(dtype), device=device)
@@ -178,10 +174,8 @@ class Moments:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` gave."""
-        if state["mean"].shape != self.mean.shape:
-            raise ValueError(
-                f"these statistics are of shape {tuple(state['mean'].shape)}, the layer's are {tuple(self.mean.shape)}"
-            )
+        if (shape := state["mean"].shape) != self.mean.shape:
+            raise ValueError(f"these statistics are of shape {tuple(shape)}, the layer's are {tuple(self.mean.shape)}")
         self.count = float(state["count"])
         self.mean = state["mean"].to(self.mean, copy=True)
         self._dense = state["scatter"].to(self.mean, copy=True) if "scatter" in state else None

@@ -76,13 +76,9 @@ class Implicit(WhitenedLayer):
         return natural(operation, h, site.part(weight), site.part(bias), site.whitening, self.switch)
 
 
-TRAINED_NAME = {"weight": "V", "bias": "d"}
-
-
 def trained_name(name: str) -> str:
     """The explicit form's name of a parameter: weight -> V, in_proj_bias -> in_proj_d."""
-    *prefix, last = name.split("_")
-    return "_".join([*prefix, TRAINED_NAME[last]])
+    return name.replace("weight", "V").replace("bias", "d")
 
 
 class Explicit(WhitenedLayer):

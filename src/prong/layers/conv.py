@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from prong.layers.base import Explicit, Implicit, WhitenedLayer, canonical_property
 from prong.layers.natural import Convolution, activation_space_is_cheaper
-from prong.layers.site import Inputs, Kind, Layout, Site
+from prong.layers.site import Inputs, Kind, Site
 
 
 def thin(rows: Tensor, examples: int, max_positions: int | None) -> Tensor:
@@ -37,11 +37,6 @@ class ConvKind(Kind):
     padding_mode: Any
     kernel_size: tuple[int, ...]
     _reversed_padding_repeated_twice: list[int]
-
-    @staticmethod
-    def make_sites(module: Any) -> tuple[Site, ...]:  # noqa: D102
-        layout = Layout(tuple(module.weight.shape), module.groups, module.transposed)
-        return (Site("weight", None if module.bias is None else "bias", layout),)
 
     def centred(self, site: Site) -> bool:  # noqa: D102
         return not site.layout.transposed and super().centred(site)

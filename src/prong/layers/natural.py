@@ -4,8 +4,6 @@ Two orders of multiplication give the same result; the cheaper is chosen by shap
 
     activation space    nW = delta^T (h P - c P)           costs  positions x in^2
     gradient space      nW = (delta^T h - gb c^T) P        costs  out x taps x in^2
-
-Neither makes a centred copy of the inputs: `c P` is known since the refresh, `gb c^T` is of rank one.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ Centre = tuple[Tensor | None, Tensor | None]  # what is taken off inputs before 
 class Linear:
     """`F.linear` of inputs h, weight W and bias b, and the pieces of its derivative.
 
-    `whitened` inputs (h - c) P are what `weight_gradient` takes; `natural_bias` is gb - nW c; a bias that was
-    `broadcast` can be added to the output.
+    `whitened` inputs (h - c) P are what `weight_gradient` takes; `natural_bias` is gb - nW c.
     """
 
     layout: Layout
@@ -63,9 +60,6 @@ class Linear:
     def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor) -> Tensor:  # noqa: D102
         # Reads activations, not the larger nW.
         return delta.reshape(-1, delta.shape[-1]).mT @ (1 - x @ self.layout.in_a_row(c))
-
-    def broadcast(self, b: Tensor) -> Tensor:  # noqa: D102
-        return b
 
 
 @dataclass(frozen=True)
@@ -105,9 +99,6 @@ class Convolution:
     def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor) -> Tensor:  # noqa: D102
         return self.bias_gradient(delta) - against(self.layout.pack(nW), c, self.layout.groups).reshape(-1)
 
-    def broadcast(self, b: Tensor) -> Tensor:  # noqa: D102
-        return b.reshape(-1, *(1,) * len(self.stride))
-
     def _backward(self, delta: Tensor, h: Tensor, W: Tensor, which: int) -> Tensor:
         layout, wanted = self.layout, [i == which for i in range(3)]
         where = self.stride, self.padding, self.dilation, layout.transposed, self.output_padding, layout.groups
@@ -132,11 +123,8 @@ class _Function(torch.autograd.Function):
 
     @classmethod
     def call(cls, *args: Any) -> Any:
-        """`apply`, which looks at the signature of `forward` at every call, only where it is needed.
-
-        That look takes longer than a small layer; it fills in defaults, of which there are none here.
-        """
-        if torch.compiler.is_compiling() or in_transform():
+        """`apply`, without its look at the signature of `forward`, which takes longer than a small layer."""
+        if torch.compiler.is_compiling() or in_transform():  # which need it
             return cls.apply(*args)  # type: ignore[no-untyped-call]
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
@@ -241,10 +229,8 @@ class _Natural(_Function):
     def jvp(ctx: Any, th: Tensor | None, tW: Tensor | None, tb: Tensor | None, *_: Any) -> Tensor:
         h, W = ctx.saved_tensors
         operation: Operation = ctx.operation
-        tangent = h.new_zeros(()) if th is None else operation(th, W, None)
-        if tW is not None:
-            tangent = tangent + operation(h, tW, None)
-        return tangent if tb is None else tangent + operation.broadcast(tb)
+        tangent = operation(h, torch.zeros_like(W) if tW is None else tW, tb)
+        return tangent if th is None else tangent + operation(th, W, None)
 
 
 class _NaturalTraced(_Natural):

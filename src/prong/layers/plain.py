@@ -1,14 +1,11 @@
 """Layers that are left as they are, while their optimizer steps in whitened coordinates (the materialised form).
 
-The model keeps its modules, parameters and forward passes. Before each step of the optimizer a layer's gradients are
-exchanged for those in whitened coordinates, and its parameters for V and d, which are held here; after it W = V U and
-b = d - W c are written back:
+Before each step of the optimizer a layer's gradients are exchanged for those in whitened coordinates,
 
     gV = (gW - gb c^T) U^T        gd = gb
 
-An optimizer that is linear in the gradient (SGD) needs less: its step on V and d is the step on W and b with
-
-    nW = (gW - gb c^T) P          nb = gb - nW c          P = U^T U
+and its parameters for V and d, which are held here; after it W = V U and b = d - W c are written back. For an optimizer
+that is linear in the gradient (SGD), natural gradients of W and b give the same step.
 """
 
 from __future__ import annotations
@@ -31,8 +28,6 @@ from prong.layers.taps import Sharing
 from prong.options import Implicit, Materialised
 
 OWN = 200.0  # what else an update takes for every weight, as operations of a product: passes over memory, about
-
-
 LEAST = 16  # inputs in a block, or directions told apart; fewer cost as much
 
 
@@ -74,10 +69,8 @@ def largest_block(layouts: Iterable[Layout], entries: float) -> int:
 class Plain(Kind):
     """A torch layer seen as one that could be whitened; the layer itself is not touched.
 
-    Args:
-        module: the layer.
-        options: how: with `Implicit`, gradients are made natural instead of parameters exchanged for V and d.
-        budget: what whitening may cost, where blocks are to be chosen by that.
+    With `Implicit`, gradients are made natural instead of parameters exchanged for V and d. With a budget, blocks are
+    chosen by it.
     """
 
     def __init__(self, module: nn.Module, options: Materialised | Implicit, budget: Budget | None = None) -> None:
@@ -254,7 +247,6 @@ class Plain(Kind):
                     assert parameter.grad is not None
                     site.write(self._local(new.setdefault(parameter, parameter.grad.clone())), gradient)
         for parameter, gradient in new.items():
-            # The data of what is sharded cannot be exchanged for others, and is written over.
             data = local(parameter).clone() if self._written_over else parameter.data
             self._kept[parameter] = data, parameter.grad
             parameter.grad = gradient
@@ -295,6 +287,7 @@ class Plain(Kind):
 
     @property
     def _written_over(self) -> bool:
+        """Whether the data of parameters cannot be exchanged for others, as they are sharded."""
         return self.sharded and not self.natural
 
     def _put(self, parameter: Tensor, value: Tensor) -> None:

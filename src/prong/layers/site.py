@@ -249,10 +249,7 @@ class Site:
 
 
 class Kind:
-    """What is known of a kind of torch layer: where its weights meet inputs, and what those are.
-
-    Whitened layers are of a kind, and so is a `Plain` view of a layer that is left as it is.
-    """
+    """A kind of torch layer, whitened or seen by a `Plain` view: where its weights meet inputs, and what those are."""
 
     form: ClassVar[str]
     plain: ClassVar[type[nn.Module]]
@@ -266,7 +263,7 @@ class Kind:
     @staticmethod
     def make_sites(module: Any) -> tuple[Site, ...]:
         """The sites of a plain layer of this kind."""
-        layout = Layout(tuple(module.weight.shape))
+        layout = Layout(tuple(module.weight.shape), getattr(module, "groups", 1), getattr(module, "transposed", False))
         return (Site("weight", None if module.bias is None else "bias", layout),)
 
     def parameter(self, name: str | None) -> Tensor | None:
