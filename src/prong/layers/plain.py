@@ -310,16 +310,17 @@ class Plain(Kind):
 
     def _exchanged(self, site: Site, gW: Tensor, gb: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The gradients of this site's rows in whitened coordinates, or the natural ones."""
-        w = site.whitening
+        w, matrix = site.whitening, self._is_matrix(site)
         assert w is not None
-        if w.U is not None and w.U.dtype == gW.dtype and self._is_matrix(site):
+        if matrix and w.U is not None and w.U.dtype == gW.dtype:
             G = gW if w.c is None or gb is None else torch.addr(gW, gb, w.c[0], alpha=-1)
             return G @ w.U[0].mT, gb
-        packed, packed_b = site.packed(gW, gb)
+        packed, packed_b = (gW[None, :, None], None if gb is None else gb[None]) if matrix else site.packed(gW, gb)
         if w.U is None:
             assert w.P is not None
             nW, nb = natural_gradient(packed, packed_b, w.P, w.c, w.tail, w.cP)
-            return site.layout.unpack(nW, like=site.part(gW)), None if nb is None else nb.reshape(-1)
+            nb = None if nb is None else nb.reshape(-1)
+            return nW.view(gW.shape) if matrix else site.layout.unpack(nW, like=site.part(gW)), nb
         G = packed if w.c is None or packed_b is None else less_outer(packed, packed_b, w.c)
         return site.unpacked(times(G, w.U.mT), packed_b)
 
