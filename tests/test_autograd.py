@@ -164,11 +164,10 @@ def test_gradcheck_passes_where_only_the_backward_is_ordinary(rows):
 
     def function(h, W, b):
         switch.ordinary = False
-        where = whitening.P, whitening.c, whitening.cP, whitening.tail
         if rows < len(W):
-            z = natural(Linear(layout), h, W, b, *where, switch)
+            z = natural(Linear(layout), h, W, b, whitening, switch)
         else:
-            z = F.linear(h, *naturalize(W, b, *where, layout, switch))
+            z = F.linear(h, *naturalize(W, b, whitening, layout, switch))
         switch.ordinary = True
         return z
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -179,13 +180,9 @@ def test_activation_space_and_gradient_space_agree(inputs, rows, bias, fused, se
     h = spec.sample(rows).requires_grad_()
     W, b = layer.weight, layer.bias
     parameters = [h, W] if b is None else [h, W, b]
-    cP = site.whitening.cP if fused else None
-    in_activation_space = natural(
-        Linear(site.layout), h, W, b, site.whitening.P, site.whitening.c, cP, site.whitening.tail, Switch()
-    )
-    in_gradient_space = F.linear(
-        h, *naturalize(W, b, site.whitening.P, site.whitening.c, cP, 0.0, site.layout, Switch())
-    )
+    whitening = replace(site.whitening, cP=site.whitening.cP if fused else None)
+    in_activation_space = natural(Linear(site.layout), h, W, b, whitening, Switch())
+    in_gradient_space = F.linear(h, *naturalize(W, b, whitening, site.layout, Switch()))
     assert_close(in_activation_space, in_gradient_space)
     expected = torch.autograd.grad(curved(in_gradient_space), parameters)
     assert_close(torch.autograd.grad(curved(in_activation_space), parameters), expected, rtol=1e-9)

@@ -96,35 +96,29 @@ def whiten(
     if not torch.isfinite(X).all():
         raise FloatingPointError(NOT_FINITE)
     spread = X.square().sum((-2, -1)) if thin else X.diagonal(dim1=-2, dim2=-1).sum(-1)
+    c = moments.mean.clone() if centred else None
     if cutoff > 0 and basis is None:
         found = _leading(X.mT @ X if thin else X, eps, cutoff, expected, most)
         if found is not None:
-            Q, tail = found
-            return with_product(Whitening(moments.mean.clone() if centred else None, eps, P=Q, tail=tail), spread)
+            return _with_product(Whitening(c, eps, P=found[0], tail=found[1]), spread)
     factorise = _low_rank if thin else _eigenbasis if basis in ("pca", "zca") else _cholesky
-    for dtype, damping in (
-        (X.dtype, eps),
-        (torch.float64, eps),
-        (torch.float64, 10 * eps),
-        (torch.float64, 100 * eps),
-    ):
+    ladder = (X.dtype, 1), (torch.float64, 1), (torch.float64, 10), (torch.float64, 100)
+    for dtype, damping in ((dtype, times * eps) for dtype, times in ladder):
         try:
             with full_precision(X):
                 matrices: dict[str, Any] = factorise(X.to(dtype), damping, basis)
         except (torch.linalg.LinAlgError, OverflowError):  # type: ignore[attr-defined]
             continue
-        c = moments.mean.clone() if centred else None
         whitening = Whitening(c, damping, **matrices).map(lambda x: x.to(moments.mean.dtype))
         if whitening.is_finite():
-            return with_product(whitening, spread)
+            return _with_product(whitening, spread)
     raise WhiteningError(
-        f"no factorisation of the {X.shape[-1]} x {X.shape[-1]} covariance succeeded, "
-        f"even with damping {100 * eps:g}; its largest entry is {X.abs().max().item():.3g}, "
-        f"from {moments.count:g} samples"
+        f"no factorisation of the {X.shape[-1]} x {X.shape[-1]} covariance succeeded, even with damping {100 * eps:g}; "
+        f"its largest entry is {X.abs().max().item():.3g}, from {moments.count:g} samples"
     )
 
 
-def with_product(whitening: Whitening, spread: Tensor) -> Whitening:
+def _with_product(whitening: Whitening, spread: Tensor) -> Whitening:
     """The whitening with `cP` if it has c and P, and c is not long beside this spread, tr Sigma (groups,)."""
     c, P = whitening.c, whitening.P
     if c is None or P is None or (c.square().sum(-1) > LONG**2 * spread).any():
@@ -153,10 +147,8 @@ def rounded(whitening: Whitening, moments: Moments, storage: torch.dtype) -> Whi
         lam, E = leading_subspace(Sigma, min(32, Sigma.shape[-1]))
         gains = E.mT @ times_inverse(E.mT, P, whitening.tail).mT * (lam + whitening.eps).unsqueeze(-1)
     within = torch.isfinite(P).all() and torch.isfinite(gains).all()
-    if within:
-        off = torch.linalg.matrix_norm(gains - torch.eye(lam.shape[-1], dtype=gains.dtype, device=gains.device), 2)
-        within = (off < 0.5).all()
-    if not within:
+    identity = torch.eye(lam.shape[-1], dtype=gains.dtype, device=gains.device)
+    if not within or not (torch.linalg.matrix_norm(gains - identity, 2) < 0.5).all():
         return whitening
     return replace(whitening, P=P, cP=None if is_half(storage) else whitening.cP)
 
@@ -233,7 +225,8 @@ def _cholesky(Sigma: Tensor, eps: float, basis: Basis | None) -> dict[str, Tenso
     L = torch.linalg.cholesky(damped)
     if basis is None:
         return {"P": torch.cholesky_inverse(L), "F": damped}
-    return {"U": _triangular_inverse(L), "U_inv": L}
+    identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
+    return {"U": torch.linalg.solve_triangular(L, identity, upper=False), "U_inv": L}
 
 
 def _eigenbasis(Sigma: Tensor, eps: float, basis: Basis | None) -> dict[str, Tensor]:
@@ -278,10 +271,3 @@ def _low_rank(factor: Tensor, eps: float, basis: Basis | None) -> dict[str, Tens
         return result
 
     return {"P": of_sigma(-1.0), "F": of_sigma(1.0)} if basis is None else {"U": of_sigma(-0.5), "U_inv": of_sigma(0.5)}
-
-
-def _triangular_inverse(L: Tensor) -> Tensor:
-    """L^-1 of a lower-triangular L."""
-    identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
-    inverse: Tensor = torch.linalg.solve_triangular(L, identity, upper=False)
-    return inverse

@@ -56,11 +56,7 @@ class Moments:
     """
 
     def __init__(
-        self,
-        groups: int,
-        features: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
+        self, groups: int, features: int, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
     ) -> None:
         self.count = 0.0
         self.mean = torch.zeros(groups, features, dtype=accumulation_dtype(dtype), device=device)
@@ -178,10 +174,8 @@ class Moments:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` gave."""
-        if state["mean"].shape != self.mean.shape:
-            raise ValueError(
-                f"these statistics are of shape {tuple(state['mean'].shape)}, the layer's are {tuple(self.mean.shape)}"
-            )
+        if (shape := state["mean"].shape) != self.mean.shape:
+            raise ValueError(f"these statistics are of shape {tuple(shape)}, the layer's are {tuple(self.mean.shape)}")
         self.count = float(state["count"])
         self.mean = state["mean"].to(self.mean, copy=True)
         self._dense = state["scatter"].to(self.mean, copy=True) if "scatter" in state else None
@@ -234,25 +228,19 @@ def sampled(rows: Tensor, count: int) -> Tensor:
 
 
 class Window:
-    """Moments of a layer's inputs, of which those of the update under way can be taken back.
-
-    Attributes:
-        examples: how many examples were seen since the window opened, or since `forget`.
-        share: which share of the rows of a batch is looked at, but at least `LEAST` rows.
-        marks: how often it was marked.
-        training_only: whether forwards in eval mode are left out.
-        errors: where inputs that cannot be added are told, if not at once: a worker that stops in the middle of a
-            forward keeps the others waiting. (For windows that are not those of an optimizer.)
-    """
+    """Moments of a layer's inputs, of which those of the update under way can be taken back."""
 
     def __init__(self, settled: Moments, examples: float = 0.0, share: float = 1.0) -> None:
-        self.examples, self.share = examples, share
-        self.training_only = True
+        self.examples = examples  # that were seen since the window opened, or since `forget`
+        self.share = share  # of the rows of a batch that are looked at, but at least `LEAST` rows
+        self.training_only = True  # whether forwards in eval mode are left out
+        # Where inputs that cannot be added are told, if not at once: a worker that stops in the middle of a forward
+        # keeps the others waiting. (For windows that are not those of an optimizer.)
         self.errors: list[FloatingPointError] | None = None
         self._settled = settled
         self._fresh = settled.empty()
         self._fresh_examples = 0.0
-        self.marks = 0
+        self.marks = 0  # how often it was marked
         self._marked: tuple[Moments, float] | None = None
 
     def mark(self) -> None:

@@ -15,21 +15,14 @@ from prong.core.moments import has_bfloat16
 class OrthogonalMomentum(Optimizer):
     """Muon's rule: `W -= lr sqrt(max(1, out / in)) msgn(momentum)`, for matrices, and for kernels as matrices.
 
-    Args:
-        params: matrices and kernels.
-        lr: learning rate.
-        momentum: of gradients, Nesterov's.
-        weight_decay: decoupled decay.
+    The momentum is Nesterov's, the decay decoupled.
     """
 
     def __init__(self, params: Any, lr: float | Tensor, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
-        if not lr >= 0:
-            raise ValueError(f"lr is not negative, got {lr}")
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum is at least 0 and less than 1, got {momentum}")
-        if not weight_decay >= 0:
-            raise ValueError(f"weight_decay is not negative, got {weight_decay}")
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        if not (lr >= 0 and 0 <= momentum < 1 and weight_decay >= 0):
+            raise ValueError(f"none of these is negative, and momentum is less than 1; got {defaults}")
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -25,31 +25,21 @@ Pair = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Whitening:
-    """A centre c and a matrix U with `U (Sigma + eps I) U^T = I`, or only `P = U^T U`.
+    """A centre c and a matrix U with `U (Sigma + eps I) U^T = I`, or only `P = U^T U`; what is not needed is None.
 
-    The explicit form of a layer needs `U` and `U_inv`, the implicit one `P = (Sigma + eps I)^-1`; what is not
-    needed is None. `c` is None where inputs are not centred. `eps` is the damping that was really used.
-
-    With `tail` > 0, P is given by a thin matrix of leading directions: what stands for it is `tail I - P P^T`.
-
-    `F` is Sigma + eps I, kept beside a dense P, so that steps can be measured.
-
-    `cP` is the product c P where that serves: (h - c) P = h P - c P without a centred copy of h. Rounding errors of h P
-    grow with the mean, so it is None where means are long (`LONG`), and in half precision.
-
-    U may be that of the formula divided by a `scale` (`scaled`).
-
-    Shapes: c, cP (groups, in); U, U_inv, P, F (groups, in, in), or P (groups, in, rank) with `tail`.
+    Shapes: c, cP (groups, in); U, U_inv, P, F (groups, in, in), or P (groups, in, rank) with a `tail`.
     """
 
-    c: Tensor | None
-    eps: float
-    U: Tensor | None = None
+    c: Tensor | None  # None where inputs are not centred
+    eps: float  # the damping that was really used
+    U: Tensor | None = None  # that of the formula divided by `scale` (`scaled`)
     U_inv: Tensor | None = None
-    P: Tensor | None = None
+    P: Tensor | None = None  # (Sigma + eps I)^-1; with a tail, of leading directions, and it stands for tail I - P P^T
     tail: float = 0.0
+    # c P where that serves: (h - c) P = h P - c P without a centred copy of h. Rounding errors of h P grow with the
+    # mean, so it is None where means are long (`LONG`), and in half precision.
     cP: Tensor | None = None
-    F: Tensor | None = None
+    F: Tensor | None = None  # Sigma + eps I, kept beside a dense P, so that steps can be measured
     scale: float = 1.0
 
     def damped(self, X: Tensor) -> Tensor:

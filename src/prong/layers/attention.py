@@ -5,6 +5,7 @@ The output projection is a layer of its own (`out_proj`), with whose weights att
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -14,13 +15,6 @@ from torch import Tensor, nn
 from prong.layers.base import Explicit, Implicit, WhitenedLayer, canonical_property
 from prong.layers.natural import Linear, activation_space_is_cheaper
 from prong.layers.site import Kind, Layout, Site
-
-
-class _Projection:
-    """What torch's forward reads of an output projection."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
 
 
 class _View:
@@ -39,7 +33,10 @@ def _without_projection(layer: Any, weight: Tensor) -> dict[str, Any]:
     identity = torch.eye(layer.embed_dim, dtype=weight.dtype, device=weight.device)
     # "training": torch's fused path for evaluation knows nothing of this.
     dropout = layer.dropout if layer.training else 0.0
-    return {"out_proj": _Projection(weight=identity, bias=None), "training": True, "dropout": dropout}
+    return {"out_proj": _View(layer.out_proj, weight=identity, bias=None), "training": True, "dropout": dropout}
+
+
+_forward: Any = nn.MultiheadAttention.forward
 
 
 class TappedMultiheadAttention(nn.MultiheadAttention):
@@ -51,8 +48,7 @@ class TappedMultiheadAttention(nn.MultiheadAttention):
         if self.tap is None or not self.tap.sites[0].listening:
             return super().forward(*args, **options)
         W, b = self.out_proj.weight, self.out_proj.bias
-        plain_forward: Any = nn.MultiheadAttention.forward
-        z, weights = plain_forward(_View(self, **_without_projection(self, W)), *args, **options)
+        z, weights = _forward(_View(self, **_without_projection(self, W)), *args, **options)
         self.tap.observe(self.tap.sites[0], z)
         return F.linear(z, W, b), weights
 
@@ -91,51 +87,52 @@ class AttentionKind(Kind):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _share_windows(self, inputs: tuple[Tensor, ...]) -> None:
         """Let sites that see the same tensor, as in self-attention, share one window; part those that no longer do."""
-        for j, site in enumerate(self.sites):
-            for i, other in enumerate(self.sites[:j]):
-                if site.window is None or other.window is None:
-                    continue
-                if inputs[i] is inputs[j] and site.window.empty and other.window.empty:
-                    site.window = other.window
-                elif inputs[i] is not inputs[j] and site.window is other.window:
-                    site.window = site.window.parted()
+        for (other, g), (site, h) in combinations(zip(self.sites, inputs, strict=True), 2):
+            if site.window is None or other.window is None:
+                continue
+            if g is h and site.window.empty and other.window.empty:
+                site.window = other.window
+            elif g is not h and site.window is other.window:
+                site.window = site.window.parted()
 
 
 class AttentionLayer(AttentionKind, WhitenedLayer):
     """Attention computed by torch, on projections of our own."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:  # noqa: D102
-        out = self.out_proj if isinstance(self.out_proj, WhitenedLayer) else None
         self.observe_inputs((query, key, value))
-        out_site = None if out is None else out.sites[0]
-        out_pair = (self.out_proj.weight, self.out_proj.bias) if out is None else out.effective(out.sites[0])
-        W_out, b_out = out_pair
-        detour = any(site.outputs is not None for site in self.sites) or self.few_tokens((query, key, value))
-        listening = out_site is not None and (out_site.listening or out_site.outputs is not None)
+        out = self.out_proj
+        site = out.sites[0] if isinstance(out, WhitenedLayer) else None
+        W, b = (out.weight, out.bias) if site is None else out.effective(site)
+        listening = site is not None and (site.listening or site.outputs is not None)
+        inputs: tuple[Tensor, ...] = (query, key, value)
+        detour = any(site.outputs is not None for site in self.sites) or self.few_tokens(inputs)
         examples_at = 1 if query.dim() == 3 and not self.batch_first else 0
-        replaced: dict[str, Any] = {}
-        inputs = (query, key, value)
+        replaced = _without_projection(self, W) if detour or listening else {}
+        if not listening:
+            replaced["out_proj"] = _View(out, weight=W, bias=b)
         if detour:
             # Project here, where gradients can be seen or be cheaper, and let torch's own projections be the identity.
-            inputs = tuple(  # type: ignore[assignment]
-                self.watch(site, self.project(site, h), examples_at=examples_at)
-                for site, h in zip(self.sites, inputs, strict=True)
+            inputs = tuple(
+                self.watch(each, self.project(each, h), examples_at=examples_at)
+                for each, h in zip(self.sites, inputs, strict=True)
             )
-            identity = torch.eye(self.embed_dim, dtype=inputs[0].dtype, device=query.device)
-            replaced |= dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), identity)
-            replaced |= {"in_proj_weight": None, "in_proj_bias": None, "_qkv_same_embed_dim": False}
+            weights = [torch.eye(self.embed_dim, dtype=inputs[0].dtype, device=query.device)] * 3
+            biases: list[Tensor] = []
         else:
-            replaced |= self._input_projections([self.effective(site) for site in self.sites])
-        if detour or listening:
-            replaced |= _without_projection(self, W_out)
-        if not listening:
-            replaced["out_proj"] = _Projection(weight=W_out, bias=b_out)
-        plain_forward: Any = nn.MultiheadAttention.forward
-        z, weights = plain_forward(_View(self, **replaced), *inputs, *args, **options)
-        if listening and out is not None and out_site is not None:
-            out.observe(out_site, z)
-            z = out.watch(out_site, F.linear(z, W_out, b_out), examples_at=examples_at)
-        return z, weights
+            pairs = [self.effective(each) for each in self.sites]
+            weights, biases = [W for W, _ in pairs], [b for _, b in pairs if b is not None]
+        replaced["in_proj_bias"] = torch.cat(biases) if biases else None
+        if self._qkv_same_embed_dim and not detour:
+            replaced["in_proj_weight"] = torch.cat(weights)
+        else:
+            replaced |= {"in_proj_weight": None, "_qkv_same_embed_dim": False}
+            replaced |= zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), weights, strict=True)
+        z, attended = _forward(_View(self, **replaced), *inputs, *args, **options)
+        if listening:
+            out.observe(site, z)
+            z = out.watch(site, F.linear(z, W, b), examples_at=examples_at)
+        return z, attended
 
     def project(self, site: Site, h: Tensor) -> Tensor:
         """A site's projection of its inputs."""
@@ -144,15 +141,6 @@ class AttentionLayer(AttentionKind, WhitenedLayer):
     def few_tokens(self, inputs: tuple[Tensor, ...]) -> bool:
         """Whether there are so few that projecting them twice, once by the identity, is worth it."""
         return False
-
-    def _input_projections(self, projections: list[tuple[Tensor, Tensor | None]]) -> dict[str, Any]:
-        weights = [W for W, _ in projections]
-        biases = [b for _, b in projections if b is not None]
-        bias = torch.cat(biases) if biases else None
-        if self._qkv_same_embed_dim:
-            return {"in_proj_weight": torch.cat(weights), "in_proj_bias": bias}
-        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-        return {"in_proj_weight": None, "in_proj_bias": bias, **dict(zip(names, weights, strict=True))}
 
 
 class ImplicitMultiheadAttention(Implicit, AttentionLayer, nn.MultiheadAttention):

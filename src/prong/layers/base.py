@@ -10,13 +10,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from prong.core.moments import accumulation_dtype
-from prong.core.whitening import Whitening, to_canonical, to_whitened
+from prong.core.whitening import to_canonical, to_whitened
 from prong.layers.dropping import with_dropped_directions
 from prong.layers.natural import Operation, Switch, natural, naturalize
 from prong.layers.site import Kind, Site, in_backward, in_transform
-from prong.options import Basis
-from prong.options import Explicit as ExplicitOptions
 
 
 class WhitenedLayer(Kind, nn.Module):
@@ -47,12 +44,7 @@ class WhitenedLayer(Kind, nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        moved: dict[int, Any] = {}  # what sites share, they go on sharing
-        for site in self.sites:
-            if site.whitening is not None:
-                site.whitening = moved.setdefault(id(site.whitening), self.stored(site, site.whitening))
-            if site.window is not None:
-                site.window = moved.setdefault(id(site.window), site.window.to(self.pair(site)[0]))
+        self.move()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,12 +61,9 @@ class Implicit(WhitenedLayer):
     def effective(self, site: Site) -> tuple[Tensor, Tensor | None]:  # noqa: D102
         weight, bias = self.pair(site)
         W, b = site.part(weight), site.part(bias)
-        assert W is not None
-        if not self.naturally(site):
+        if site.whitening is None or not self.naturally(site):
             return W, b
-        w = site.whitening
-        assert w is not None and w.P is not None
-        return naturalize(W, b, w.P, w.c, w.cP, w.tail, site.layout, self.switch)
+        return naturalize(W, b, site.whitening, site.layout, self.switch)
 
     def naturally(self, site: Site) -> bool:
         """Whether gradients are asked for, and are to be natural."""
@@ -83,18 +72,13 @@ class Implicit(WhitenedLayer):
     def natural(self, site: Site, operation: Operation, h: Tensor) -> Tensor:
         """The operation with the site's weight and bias, and natural gradients by way of activation space."""
         weight, bias = self.pair(site)
-        W, w = site.part(weight), site.whitening
-        assert W is not None and w is not None and w.P is not None
-        return natural(operation, h, W, site.part(bias), w.P, w.c, w.cP, w.tail, self.switch)
-
-
-TRAINED_NAME = {"weight": "V", "bias": "d"}
+        assert site.whitening is not None
+        return natural(operation, h, site.part(weight), site.part(bias), site.whitening, self.switch)
 
 
 def trained_name(name: str) -> str:
     """The explicit form's name of a parameter: weight -> V, in_proj_bias -> in_proj_d."""
-    *prefix, last = name.split("_")
-    return "_".join([*prefix, TRAINED_NAME[last]])
+    return name.replace("weight", "V").replace("bias", "d")
 
 
 class Explicit(WhitenedLayer):
@@ -113,24 +97,12 @@ class Explicit(WhitenedLayer):
     def coordinates(self, site: Site) -> tuple[Tensor, Tensor | None]:  # noqa: D102
         return self.pair(site)
 
-    @property
-    def basis(self) -> Basis:  # noqa: D102
-        assert isinstance(self.options, ExplicitOptions)
-        return self.options.basis
-
     def effective(self, site: Site) -> tuple[Tensor, Tensor | None]:  # noqa: D102
         V, d = self.pair(site)
         if site.whitening is None:
-            W = site.part(V)
-            assert W is not None
-            return W, site.part(d)
+            return site.part(V), site.part(d)
         W, b = site.unpacked(*to_canonical(*site.packed(V, d), site.whitening))
         return W.to(V.dtype), None if b is None else b.to(V.dtype)
-
-    def stored(self, site: Site, whitening: Whitening) -> Whitening:
-        """A whitening in float32 at least, whatever the weight's precision: rounding U would change the function."""
-        weight, _ = self.pair(site)
-        return whitening.map(lambda x: x.to(weight.device, accumulation_dtype(weight.dtype)))
 
     def drops(self, site: Site) -> bool:
         """Whether this forward drops directions."""
@@ -142,7 +114,7 @@ class Explicit(WhitenedLayer):
         x = with_dropped_directions(h, site.whitening, site.dropping, self.channels_at, positions)
         return x.to(self.pair(site)[0].dtype)
 
-    def canonical(self) -> dict[str, Tensor | None]:
+    def canonical(self) -> dict[str, Tensor]:
         """The plain layer's parameters by name."""
         parts: dict[str, list[Tensor]] = {}
         for site in self.sites:
@@ -160,30 +132,27 @@ class Explicit(WhitenedLayer):
         V and d were loaded by the optimizer.
         """
         current = self.canonical()
-        if all(torch.equal(current[name].to(x), x) for name, x in values.items() if current[name] is not None):  # type: ignore[union-attr]
+        if all(torch.equal(current[name].to(x), x) for name, x in values.items()):
             return
         for site in self.sites:
             trained = self.pair(site)
             W, b = site.packed(values[site.weight], None if site.bias is None else values[site.bias])
             if site.whitening is not None:
                 W, b = to_whitened(W, b, site.whitening)
-            for tensor, value in zip(trained, site.unpacked(W, b), strict=True):
-                if tensor is not None and value is not None:
-                    site.write(tensor, value)
+            site.write_both(trained, W, b)
 
     @contextmanager
-    def _as_plain(self) -> Iterator[dict[str, nn.Parameter | None]]:
+    def _as_plain(self) -> Iterator[dict[str, nn.Parameter]]:
         """For a while, hold canonical copies under the plain names, so torch's own code saves and loads them."""
         trained = self._parameters
         with torch.no_grad():
-            canonical = {
-                name: nn.Parameter(x.detach().clone()) for name, x in self.canonical().items() if x is not None
-            }
+            canonical = {name: nn.Parameter(x.detach().clone()) for name, x in self.canonical().items()}
         names = {trained_name(name): name for site in self.sites for name in (site.weight, site.bias) if name}
-        plain = {names.get(name, name): canonical.get(names.get(name, name), x) for name, x in trained.items()}
-        self._parameters = plain
+        self._parameters = {
+            names.get(name, name): canonical.get(names.get(name, name), x) for name, x in trained.items()
+        }
         try:
-            yield plain
+            yield canonical
         finally:
             self._parameters = trained
 
@@ -199,11 +168,10 @@ class Explicit(WhitenedLayer):
             )
         errors: list[str] = args[-1]
         before = len(errors)
-        with self._as_plain() as plain:
+        with self._as_plain() as canonical:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if len(errors) == before:
-            names = {name for site in self.sites for name in (site.weight, site.bias) if name}
-            self.set_canonical({name: x.detach() for name, x in plain.items() if name in names and x is not None})
+            self.set_canonical({name: x.detach() for name, x in canonical.items()})
 
 
 def canonical_property(name: str) -> property:

@@ -57,15 +57,10 @@ def _kept(damped: Tensor, tau: Tensor, least: float) -> Tensor:
 
 @dataclass
 class Dropping:
-    """How often directions of a site's inputs are dropped.
+    """How often directions of a site's inputs are dropped."""
 
-    Attributes:
-        rate: the mean share of directions that are dropped.
-        least: the smallest probability of keeping one.
-    """
-
-    rate: float
-    least: float
+    rate: float  # the mean share of directions that are dropped
+    least: float  # the smallest probability of keeping one
     _known: tuple[Whitening, Tensor] | None = field(default=None, repr=False, compare=False)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

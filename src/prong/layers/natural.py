@@ -4,12 +4,11 @@ Two orders of multiplication give the same result; the cheaper is chosen by shap
 
     activation space    nW = delta^T (h P - c P)           costs  positions x in^2
     gradient space      nW = (delta^T h - gb c^T) P        costs  out x taps x in^2
-
-Neither makes a centred copy of the inputs: `c P` is known since the refresh, `gb c^T` is of rank one.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prong.core.moments import full_precision
-from prong.core.whitening import against, natural_gradient, times_inverse
+from prong.core.whitening import Whitening, against, natural_gradient, times_inverse
 from prong.layers.site import Layout, in_transform
 
 
@@ -36,8 +35,7 @@ Centre = tuple[Tensor | None, Tensor | None]  # what is taken off inputs before 
 class Linear:
     """`F.linear` of inputs h, weight W and bias b, and the pieces of its derivative.
 
-    `whitened` inputs (h - c) P are what `weight_gradient` takes; `natural_bias` is gb - nW c; a bias that was
-    `broadcast` can be added to the output.
+    `whitened` inputs (h - c) P are what `weight_gradient` takes; `natural_bias` is gb - nW c.
     """
 
     layout: Layout
@@ -63,9 +61,6 @@ class Linear:
         # Reads activations, not the larger nW.
         return delta.reshape(-1, delta.shape[-1]).mT @ (1 - x @ self.layout.in_a_row(c))
 
-    def broadcast(self, b: Tensor) -> Tensor:  # noqa: D102
-        return b
-
 
 @dataclass(frozen=True)
 class Convolution:
@@ -81,15 +76,12 @@ class Convolution:
     output_padding: tuple[int, ...]
 
     def __call__(self, h: Tensor, W: Tensor, b: Tensor | None) -> Tensor:  # noqa: D102
-        dims = len(self.stride)
-        groups = self.layout.groups
-        if self.layout.transposed:
-            transpose: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
-            z: Tensor = transpose(h, W, b, self.stride, self.padding, self.output_padding, groups, self.dilation)
-        else:
+        dims, groups = len(self.stride), self.layout.groups
+        if not self.layout.transposed:
             convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
-            z = convolve(h, W, b, self.stride, self.padding, self.dilation, groups)
-        return z
+            return convolve(h, W, b, self.stride, self.padding, self.dilation, groups)  # type: ignore[no-any-return]
+        convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+        return convolve(h, W, b, self.stride, self.padding, self.output_padding, groups, self.dilation)  # type: ignore[no-any-return]
 
     def whitened(self, h: Tensor, P: Tensor, c: Centre, tail: float) -> Tensor:  # noqa: D102
         x = _whitened_rows(self.layout, self.layout.rows(h, 1), P, c, tail)
@@ -105,28 +97,12 @@ class Convolution:
         return delta.transpose(0, 1).flatten(1).sum(1)
 
     def natural_bias(self, delta: Tensor, x: Tensor, nW: Tensor, c: Tensor) -> Tensor:  # noqa: D102
-        mean = against(self.layout.pack(nW), c, self.layout.groups).reshape(-1)
-        return self.bias_gradient(delta) - mean
-
-    def broadcast(self, b: Tensor) -> Tensor:  # noqa: D102
-        return b.reshape(-1, *(1,) * len(self.stride))
+        return self.bias_gradient(delta) - against(self.layout.pack(nW), c, self.layout.groups).reshape(-1)
 
     def _backward(self, delta: Tensor, h: Tensor, W: Tensor, which: int) -> Tensor:
-        wanted = [i == which for i in range(3)]
-        gradients = torch.ops.aten.convolution_backward(
-            delta,
-            h,
-            W,
-            None,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.layout.transposed,
-            self.output_padding,
-            self.layout.groups,
-            wanted,
-        )
-        gradient: Tensor = gradients[which]
+        layout, wanted = self.layout, [i == which for i in range(3)]
+        where = self.stride, self.padding, self.dilation, layout.transposed, self.output_padding, layout.groups
+        gradient: Tensor = torch.ops.aten.convolution_backward(delta, h, W, None, *where, wanted)[which]
         return gradient
 
 
@@ -147,11 +123,8 @@ class _Function(torch.autograd.Function):
 
     @classmethod
     def call(cls, *args: Any) -> Any:
-        """`apply`, which looks at the signature of `forward` at every call, only where it is needed.
-
-        That look takes longer than a small layer; it fills in defaults, of which there are none here.
-        """
-        if torch.compiler.is_compiling() or in_transform():
+        """`apply`, without its look at the signature of `forward`, which takes longer than a small layer."""
+        if torch.compiler.is_compiling() or in_transform():  # which need it
             return cls.apply(*args)  # type: ignore[no-untyped-call]
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
@@ -166,51 +139,26 @@ class _Naturalize(_Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        W: Tensor,
-        b: Tensor | None,
-        P: Tensor,
-        c: Tensor | None,
-        cP: Tensor | None,
-        tail: float,
-        layout: Layout,
-        switch: Switch,
-    ) -> Any:
+    def forward(W: Tensor, b: Tensor | None, *constants: Any) -> Any:
         return W.view_as(W) if b is None else (W.view_as(W), b.view_as(b))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         W, b, P, c, cP, ctx.tail, ctx.layout, ctx.switch = inputs
-        ctx.outputs = None if b is None else b.shape[0]
         ctx.save_for_backward(P, c, cP)
         ctx.save_for_forward(W, b)
-        ctx.set_materialize_grads(False)  # or a gradient that nobody sent would cost a product with zeros
 
     @staticmethod
-    def backward(ctx: Any, gW: Tensor | None, gb: Tensor | None = None) -> Any:
+    def backward(ctx: Any, gW: Tensor, gb: Tensor | None = None) -> Any:
         P, c, cP = ctx.saved_tensors
         layout: Layout = ctx.layout
-        nothing = (None,) * 6
-        if gW is None and gb is not None:
-            gW = gb.new_zeros(layout.shape)
-        if gb is None and gW is not None and ctx.outputs is not None:
-            gb = gW.new_zeros(ctx.outputs)
-        if gW is None or ctx.switch.ordinary:
-            return gW, gb, *nothing
-        if not ctx.needs_input_grad[0]:
-            return gW, gb, *nothing  # only d moves, and its gradient is b's
-        packed = layout.pack(gW)
+        if ctx.switch.ordinary or not ctx.needs_input_grad[0]:  # where only d moves, its gradient is b's
+            return gW, gb, *(None,) * 6
         bias = layout.pack_bias(gb) if gb is not None and ctx.needs_input_grad[1] else None
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or in_transform():  # nothing is overwritten there
             cP = None
-        nW, nb = natural_gradient(packed, bias, P, c, ctx.tail, cP)
-        return layout.unpack(nW, like=gW), None if nb is None else nb.reshape(-1), *nothing
-
-
-class _NaturalizeForwardMode(_Naturalize):
-    """With forward-mode derivatives, which torch.compile does not trace."""
-
-    generate_vmap_rule = True
+        nW, nb = natural_gradient(layout.pack(gW), bias, P, c, ctx.tail, cP)
+        return layout.unpack(nW, like=gW), None if nb is None else nb.reshape(-1), *(None,) * 6
 
     @staticmethod
     def jvp(ctx: Any, tW: Tensor | None, tb: Tensor | None, *_: Any) -> Any:
@@ -221,48 +169,33 @@ class _NaturalizeForwardMode(_Naturalize):
         return tW, torch.zeros_like(b) if tb is None else tb.view_as(tb)
 
 
+class _NaturalizeTraced(_Naturalize):
+    jvp = torch.autograd.Function.jvp  # type: ignore[assignment]  # torch.compile traces no forward-mode derivatives
+
+
 def naturalize(
-    W: Tensor,
-    b: Tensor | None,
-    P: Tensor,
-    c: Tensor | None,
-    cP: Tensor | None,
-    tail: float,
-    layout: Layout,
-    switch: Switch,
+    W: Tensor, b: Tensor | None, whitening: Whitening, layout: Layout, switch: Switch
 ) -> tuple[Tensor, Tensor | None]:
     """(W, b) unchanged, with gradients that become natural on their way back."""
-    function = _Naturalize if torch.compiler.is_compiling() else _NaturalizeForwardMode
+    w = whitening
+    function = _NaturalizeTraced if torch.compiler.is_compiling() else _Naturalize
     if b is None:
-        return function.call(W, None, P, None, None, tail, layout, switch), None
-    return function.call(W, b, P, c, cP, tail, layout, switch)  # type: ignore[no-any-return]
+        return function.call(W, None, w.P, None, None, w.tail, layout, switch), None
+    return function.call(W, b, w.P, w.c, w.cP, w.tail, layout, switch)  # type: ignore[no-any-return]
 
 
 class _Natural(_Function):
-    """An operation whose backward whitens the activations instead of the gradient (activation space).
-
-    nW = delta^T ((h - c) P)        nb = sum delta - nW c
-    """
+    """An operation whose backward whitens the activations instead of the gradient (activation space)."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        h: Tensor,
-        W: Tensor,
-        b: Tensor | None,
-        P: Tensor,
-        c: Tensor | None,
-        cP: Tensor | None,
-        tail: float,
-        operation: Operation,
-        switch: Switch,
-    ) -> Tensor:
+    def forward(h: Tensor, W: Tensor, b: Tensor | None, operation: Operation, *constants: Any) -> Tensor:
         return operation(h, W, b)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        h, W, b, P, c, cP, ctx.tail, ctx.operation, ctx.switch = inputs
+        h, W, b, ctx.operation, P, c, cP, ctx.tail, ctx.switch = inputs
         ctx.save_for_backward(h, W, b, P, c, cP)
         ctx.save_for_forward(h, W)
 
@@ -273,7 +206,8 @@ class _Natural(_Function):
         need_h, need_W, need_b = ctx.needs_input_grad[:3]
         gh = nW = nb = None
         if torch.is_grad_enabled():  # differentiated twice, W receives gradients from here, which must be natural too
-            W, _ = naturalize(W, b, P, c, cP, ctx.tail, operation.layout, ctx.switch)
+            whitening = Whitening(c, math.nan, P=P, tail=ctx.tail, cP=cP)
+            W, _ = naturalize(W, b, whitening, operation.layout, ctx.switch)
         if need_h:
             gh = operation.input_gradient(delta, h.to(delta.dtype), W.to(delta.dtype)).to(h.dtype)
         ordinary = ctx.switch.ordinary
@@ -291,20 +225,16 @@ class _Natural(_Function):
                 nb = operation.bias_gradient(precise)
         return gh, nW, nb, *(None,) * 6
 
-
-class _NaturalForwardMode(_Natural):
-    """With forward-mode derivatives, which torch.compile does not trace."""
-
-    generate_vmap_rule = True
-
     @staticmethod
     def jvp(ctx: Any, th: Tensor | None, tW: Tensor | None, tb: Tensor | None, *_: Any) -> Tensor:
         h, W = ctx.saved_tensors
         operation: Operation = ctx.operation
-        tangent = h.new_zeros(()) if th is None else operation(th, W, None)
-        if tW is not None:
-            tangent = tangent + operation(h, tW, None)
-        return tangent if tb is None else tangent + operation.broadcast(tb)
+        tangent = operation(h, torch.zeros_like(W) if tW is None else tW, tb)
+        return tangent if th is None else tangent + operation(th, W, None)
+
+
+class _NaturalTraced(_Natural):
+    jvp = torch.autograd.Function.jvp  # type: ignore[assignment]
 
 
 CROSSOVER = {"linear": 1.1, "convolution": 0.4}  # measured by `prong bench spaces`; by counting products it is 1
@@ -317,19 +247,12 @@ def activation_space_is_cheaper(layout: Layout, positions: int) -> bool:
 
 
 def natural(
-    operation: Operation,
-    h: Tensor,
-    W: Tensor,
-    b: Tensor | None,
-    P: Tensor,
-    c: Tensor | None,
-    cP: Tensor | None,
-    tail: float,
-    switch: Switch,
+    operation: Operation, h: Tensor, W: Tensor, b: Tensor | None, whitening: Whitening, switch: Switch
 ) -> Tensor:
     """`operation(h, W, b)` with natural gradients, computed in activation space.
 
     Given `c P`, it is subtracted from h P; else c from h, which takes a copy of h.
     """
-    function = _Natural if torch.compiler.is_compiling() else _NaturalForwardMode
-    return function.call(h, W, b, P, c, cP, tail, operation, switch)  # type: ignore[no-any-return]
+    w = whitening
+    function = _NaturalTraced if torch.compiler.is_compiling() else _Natural
+    return function.call(h, W, b, operation, w.P, w.c, w.cP, w.tail, switch)  # type: ignore[no-any-return]

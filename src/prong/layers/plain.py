@@ -1,14 +1,11 @@
 """Layers that are left as they are, while their optimizer steps in whitened coordinates (the materialised form).
 
-The model keeps its modules, parameters and forward passes. Before each step of the optimizer a layer's gradients are
-exchanged for those in whitened coordinates, and its parameters for V and d, which are held here; after it W = V U and
-b = d - W c are written back:
+Before each step of the optimizer a layer's gradients are exchanged for those in whitened coordinates,
 
     gV = (gW - gb c^T) U^T        gd = gb
 
-An optimizer that is linear in the gradient (SGD) needs less: its step on V and d is the step on W and b with
-
-    nW = (gW - gb c^T) P          nb = gb - nW c          P = U^T U
+and its parameters for V and d, which are held here; after it W = V U and b = d - W c are written back. For an optimizer
+that is linear in the gradient (SGD), natural gradients of W and b give the same step.
 """
 
 from __future__ import annotations
@@ -22,18 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from prong.core.moments import accumulation_dtype
-from prong.core.whitening import Whitening, against, less_outer, natural_gradient, times, to_canonical, to_whitened
+from prong.core.whitening import Whitening, less_outer, natural_gradient, times, to_canonical, to_whitened
 from prong.distributed.sharding import is_sharded, local, plain_class, rows_of, spread_like
 from prong.layers.attention import AttentionKind, TappedMultiheadAttention
-from prong.layers.conv import ConvKind, ConvTransposeKind
+from prong.layers.conv import CONVOLUTIONS, ConvKind
 from prong.layers.site import Kind, Layout, Site
 from prong.layers.taps import Sharing
-from prong.options import Basis, Implicit, Materialised
+from prong.options import Implicit, Materialised
 
 OWN = 200.0  # what else an update takes for every weight, as operations of a product: passes over memory, about
-
-
 LEAST = 16  # inputs in a block, or directions told apart; fewer cost as much
 
 
@@ -75,19 +69,14 @@ def largest_block(layouts: Iterable[Layout], entries: float) -> int:
 class Plain(Kind):
     """A torch layer seen as one that could be whitened; the layer itself is not touched.
 
-    Args:
-        module: the layer.
-        options: how: with `Implicit`, gradients are made natural instead of parameters exchanged for V and d.
-        budget: what whitening may cost, where blocks are to be chosen by that.
-
-    Attributes:
-        measured: whether steps are to be measured that natural gradients do not tell.
-        settled: whether blocks are chosen, and by all workers alike.
+    With `Implicit`, gradients are made natural instead of parameters exchanged for V and d. With a budget, blocks are
+    chosen by it.
     """
 
     def __init__(self, module: nn.Module, options: Materialised | Implicit, budget: Budget | None = None) -> None:
-        self.module, self.options, self.budget, self.measured = module, options, budget, False
-        self.settled = budget is None
+        self.module, self.options, self.budget = module, options, budget
+        self.measured = False  # whether steps are to be measured that natural gradients do not tell
+        self.settled = budget is None  # whether blocks are chosen, and by all workers alike
         self._spent: Budget | None = None  # by which the blocks were chosen
         sites = self.make_sites(module)
         weight = self._parameter(sites[0].weight)
@@ -109,6 +98,12 @@ class Plain(Kind):
         return None if name is None else self.module._parameters[name]
 
     @property
+    def plain(self) -> type[nn.Module]:  # type: ignore[override]
+        """The layer's type."""
+        kind = plain_class(self.module)
+        return nn.MultiheadAttention if kind is TappedMultiheadAttention else kind
+
+    @property
     def form(self) -> str:  # type: ignore[override]
         """By what name users know it."""
         return self.options.name
@@ -118,15 +113,9 @@ class Plain(Kind):
         """Whether gradients are made natural, and nobody holds V and d."""
         return isinstance(self.options, Implicit)
 
-    @property
-    def basis(self) -> Basis | None:  # noqa: D102
-        return self.options.basis if isinstance(self.options, Materialised) else None
-
     def stored(self, site: Site, whitening: Whitening) -> Whitening:
         """As of any layer, but for what is not needed: F, and a U^-1 that is U, scaled."""
         kept = super().stored(site, whitening)
-        if self.basis is not None:  # in float32 at least: rounding U would change the function
-            kept = whitening.map(lambda x: x.to(self._place[0], accumulation_dtype(self._place[1])))
         if not self.measured:
             kept = replace(kept, F=None)
         return replace(kept, U_inv=None) if self.basis == "pca" else kept
@@ -140,9 +129,7 @@ class Plain(Kind):
                 self._held[name] = whole.clone(memory_format=torch.contiguous_format)
                 self._mark([name])
             elif site.whitening is None:
-                part = site.part(self._local(self._parameter(name).detach()))
-                assert part is not None
-                site.write(self._held[name], part)
+                site.write(self._held[name], site.part(self._local(self._parameter(name).detach())))
         return self._held[site.weight], None if site.bias is None else self._held[site.bias]
 
     def follow(self) -> None:
@@ -151,12 +138,7 @@ class Plain(Kind):
         if self._place == (weight.device, weight.dtype):
             return
         self._place = weight.device, weight.dtype
-        moved: dict[int, Any] = {}  # what sites share, they go on sharing
-        for site in self.sites:
-            if site.whitening is not None:
-                site.whitening = moved.setdefault(id(site.whitening), self.stored(site, site.whitening))
-            if site.window is not None:
-                site.window = moved.setdefault(id(site.window), site.window.to(weight))
+        self.move()
         self._held = {name: x.to(*self._place) for name, x in self._held.items()}
         self._written = {name: (version, sample.to(*self._place)) for name, (version, sample) in self._written.items()}
 
@@ -168,23 +150,13 @@ class Plain(Kind):
     @torch.no_grad()
     def catch_up(self) -> None:
         """Where somebody has changed W or b since they were written (a checkpoint loaded, say), let V and d follow."""
-        marks = {name: (self._parameter(name), mark) for name, mark in self._written.items()}
-        names = [
-            name
-            for name, (p, (version, _)) in marks.items()
-            if version not in (None, p._version) or not _alike([marks[name]])
-        ]
-        for site in self.sites if names else ():
-            if site.whitening is None or not {site.weight, site.bias} & set(names):
+        names = {name for name, mark in self._written.items() if not _unchanged([(self._parameter(name), mark)])}
+        for site in self.sites:
+            if site.whitening is None or not {site.weight, site.bias} & names:
                 continue
             weight, bias = self.pair(site)
-            whitened = to_whitened(
-                *site.packed(self._local(weight), None if bias is None else self._local(bias)), site.whitening
-            )
-            held = self.coordinates(site)
-            for target, value in zip(held or (), site.unpacked(*whitened), strict=True):
-                if target is not None and value is not None:
-                    site.write(target, value)
+            W, b = site.packed(self._local(weight), None if bias is None else self._local(bias))
+            site.write_both(self.coordinates(site) or (), *to_whitened(W, b, site.whitening))
         self._mark(names)
 
     def written(self) -> dict[str, Tensor]:
@@ -275,13 +247,13 @@ class Plain(Kind):
                     assert parameter.grad is not None
                     site.write(self._local(new.setdefault(parameter, parameter.grad.clone())), gradient)
         for parameter, gradient in new.items():
-            # The data of what is sharded cannot be exchanged for others, and is written over.
             data = local(parameter).clone() if self._written_over else parameter.data
             self._kept[parameter] = data, parameter.grad
             parameter.grad = gradient
-        for parameter, value in self._values():
-            if parameter in new:
-                self._put(parameter, value)
+        for site in self.sites:
+            for parameter, value in zip(self.pair(site), self.coordinates(site) or (), strict=False):
+                if parameter in new and value is not None:
+                    self._put(parameter, value)
 
     @torch.no_grad()
     def leave(self) -> None:
@@ -295,10 +267,13 @@ class Plain(Kind):
         for site in self.sites:
             weight, bias = self.pair(site)
             if weight in kept:
-                held = None if bias is None or bias not in kept else self._local(bias)
-                self._materialise(site, self._local(weight), held)
-                if held is None:
-                    self._keep_bias(site)
+                moved = None if bias is None or bias not in kept else self._local(bias)
+                self._materialise(site, self._local(weight), moved)
+                if moved is None and bias is not None and site.bias is not None and site.whitening is not None:
+                    # The weight has moved and the bias has not: let d = b + W c follow.
+                    _, d = to_whitened(*site.packed(self._local(weight), self._local(bias)), site.whitening)
+                    assert d is not None
+                    site.write(self._held[site.bias], d.reshape(-1))
         self._mark(self._held)
 
     @torch.no_grad()
@@ -312,6 +287,7 @@ class Plain(Kind):
 
     @property
     def _written_over(self) -> bool:
+        """Whether the data of parameters cannot be exchanged for others, as they are sharded."""
         return self.sharded and not self.natural
 
     def _put(self, parameter: Tensor, value: Tensor) -> None:
@@ -332,12 +308,6 @@ class Plain(Kind):
         V, _ = to_whitened(*site.packed(W, None), site.whitening)
         return site.unpacked(V, None)[0]
 
-    def _values(self) -> list[tuple[Tensor, Tensor]]:
-        """Parameters with the V or d that stands for each."""
-        pairs = [(self.pair(site), self.coordinates(site)) for site in self.sites]
-        both = [zip(mine, held, strict=True) for mine, held in pairs if held is not None]
-        return [(p, value) for pair in both for p, value in pair if p is not None and value is not None]
-
     def _exchanged(self, site: Site, gW: Tensor, gb: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The gradients of this site's rows in whitened coordinates, or the natural ones."""
         w, matrix = site.whitening, self._is_matrix(site)
@@ -346,12 +316,11 @@ class Plain(Kind):
             G = gW if w.c is None or gb is None else torch.addr(gW, gb, w.c[0], alpha=-1)
             return G @ w.U[0].mT, gb
         packed, packed_b = (gW[None, :, None], None if gb is None else gb[None]) if matrix else site.packed(gW, gb)
-        if self.natural:
+        if w.U is None:
             assert w.P is not None
             nW, nb = natural_gradient(packed, packed_b, w.P, w.c, w.tail, w.cP)
             nb = None if nb is None else nb.reshape(-1)
             return nW.view(gW.shape) if matrix else site.layout.unpack(nW, like=site.part(gW)), nb
-        assert w.U is not None
         G = packed if w.c is None or packed_b is None else less_outer(packed, packed_b, w.c)
         return site.unpacked(times(G, w.U.mT), packed_b)
 
@@ -365,20 +334,7 @@ class Plain(Kind):
                 b.copy_(d if w.c is None else torch.addmv(d, W, w.c[0], alpha=-1))
             return
         values = site.packed(V, d)
-        if w is not None:
-            values = to_canonical(*values, w)
-        for target, value in zip((W, b), site.unpacked(*values), strict=True):
-            if target is not None and value is not None:
-                site.write(target, value)
-
-    def _keep_bias(self, site: Site) -> None:
-        """Where the weight has moved and the bias has not: let d = b + W c follow."""
-        weight, bias = self.pair(site)
-        if site.bias is None or bias is None or site.whitening is None or site.whitening.c is None:
-            return
-        W, b = site.packed(local(weight), local(bias))
-        assert b is not None
-        site.write(self._held[site.bias], (b + against(W, site.whitening.c, b.shape[0])).reshape(-1))
+        site.write_both((W, b), *(values if w is None else to_canonical(*values, w)))
 
     @staticmethod
     def _is_matrix(site: Site) -> bool:
@@ -401,14 +357,15 @@ def catch_up(views: Iterable[Plain]) -> None:
     views = [view for view in views if view._written]
     for view in views:
         view.follow()
-    marks = [(view._parameter(name), mark) for view in views for name, mark in view._written.items()]
-    if any(version not in (None, parameter._version) for parameter, (version, _) in marks) or not _alike(marks):
+    if not _unchanged([(view._parameter(name), mark) for view in views for name, mark in view._written.items()]):
         for view in views:
             view.catch_up()
 
 
-def _alike(marks: Iterable[tuple[Tensor, tuple[int | None, Tensor]]]) -> bool:
-    """Whether the samples of parameters are as they were; the host waits once."""
+def _unchanged(marks: list[tuple[Tensor, tuple[int | None, Tensor]]]) -> bool:
+    """Whether versions and samples of parameters are as they were; the host waits once."""
+    if any(version not in (None, parameter._version) for parameter, (version, _) in marks):
+        return False
     samples = [(_sample(parameter), before) for parameter, (_, before) in marks]
     kinds = {(now.device, now.dtype) for now, _ in samples}
     return all(
@@ -419,16 +376,8 @@ def _alike(marks: Iterable[tuple[Tensor, tuple[int | None, Tensor]]]) -> bool:
     )
 
 
-class PlainLinear(Plain):
-    """nn.Linear."""
-
-    plain = nn.Linear
-
-
-class PlainOutProjection(PlainLinear):
+class PlainOutProjection(Plain):
     """Attention's output projection, which attention never calls: it shows its inputs itself."""
-
-    plain = NonDynamicallyQuantizableLinear
 
 
 class PlainTransposedLinear(Plain):
@@ -442,8 +391,6 @@ class PlainTransposedLinear(Plain):
 class PlainAttention(Plain, AttentionKind):
     """nn.MultiheadAttention."""
 
-    plain = nn.MultiheadAttention
-
     def see(self, args: tuple[Any, ...], kwargs: dict[str, Any], sharing: Sharing) -> None:  # noqa: D102
         given = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
         if len(given) == 3 and all(isinstance(h, Tensor) for h in given):
@@ -451,33 +398,23 @@ class PlainAttention(Plain, AttentionKind):
             self.observe_inputs((given[0], given[1], given[2]))
 
 
-class PlainConv(Plain):
-    """What the convolutions share."""
+class PlainConv(Plain, ConvKind):
+    """Convolutions, transposed ones too."""
 
     stride: tuple[int, ...]
-    kernel_size: tuple[int, ...]
 
     def rows(self, h: Tensor) -> float:  # noqa: D102
-        dims = len(self.kernel_size)
-        maps = h.shape[0] if h.dim() > dims + 1 else 1
-        per_map = math.prod(h.shape[-dims:])
-        return maps * (per_map if self.sites[0].layout.transposed else per_map / math.prod(self.stride))
-
-
-def _plain_kind(kind: type[Kind], torch_layer: type[nn.Module]) -> type[Plain]:
-    return type(f"Plain{torch_layer.__name__}", (PlainConv, kind), {"plain": torch_layer, "__doc__": f"{torch_layer}."})
+        (site,) = self.sites
+        per_map = math.prod(h.shape[-len(self.kernel_size) :])
+        return self.maps(h) * per_map / (1 if site.layout.transposed else math.prod(self.stride))
 
 
 PLAIN: dict[type[nn.Module], type[Plain]] = {
-    nn.Linear: PlainLinear,
+    nn.Linear: Plain,
     NonDynamicallyQuantizableLinear: PlainOutProjection,
     nn.MultiheadAttention: PlainAttention,
     TappedMultiheadAttention: PlainAttention,
-    **{layer: _plain_kind(ConvKind, layer) for layer in (nn.Conv1d, nn.Conv2d, nn.Conv3d)},
-    **{
-        layer: _plain_kind(ConvTransposeKind, layer)
-        for layer in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-    },
+    **dict.fromkeys(CONVOLUTIONS, PlainConv),
 }
 
 

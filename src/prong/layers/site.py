@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prong.core.factorise import storage_for
-from prong.core.moments import Moments, Window, is_half
+from prong.core.moments import Moments, Window, accumulation_dtype, is_half
 from prong.core.whitening import Pair, Whitening
 from prong.options import Basis, Form, Storage
 from prong.options import Implicit as ImplicitOptions
+
+Some = TypeVar("Some", Tensor, Tensor | None)
 
 
 def in_backward() -> bool:
@@ -128,10 +131,6 @@ class Layout:
         """A number for each input, c (matrices, in), as (channels,)."""
         return self._join(c).reshape(-1)
 
-    def per_matrix(self, x: Tensor) -> Tensor:
-        """What groups have one of each, (groups, ...), as (matrices, ...)."""
-        return x if self.blocks == 1 else x.repeat_interleave(self.blocks, dim=0)
-
     def assembled(self, M: Tensor) -> Tensor:
         """The block-diagonal matrices (groups, in, in) of blocks M (matrices, in, in)."""
         if self.blocks == 1:
@@ -180,41 +179,23 @@ class OutputTap(Protocol):
 
 @dataclass(eq=False)
 class Site:
-    """One place where a weight meets its inputs. Most layers have one; attention's input projection has three.
+    """One place where a weight meets its inputs. Most layers have one; attention's input projection has three."""
 
-    Attributes:
-        weight: the name of the plain layer's parameter that holds the weight.
-        bias: the name of its bias, or None.
-        layout: how the weight, or this site's rows of it, is stored.
-        rows: the rows of weight and bias that belong to this site (None: all).
-        spread: where workers hold rows of the weight each, the layout of all of them; the others are of this worker's.
-        name: what to add to the layer's name, where a layer has several sites.
-        whitening: the current one; None is the identity.
-        rank: how many directions of its inputs are told apart at most, where P is to be thin.
-        window: where inputs are gathered, while it is open.
-        taps: who else listens to the inputs, once they are whitened.
-        outputs: who listens to the gradients of the outputs.
-        dropping: how often its directions are dropped in training, with spectral dropout.
-        fixed_bias: whether the optimizer does not hold the bias, so that nothing can absorb a mean.
-        aside: whether forwards are somebody's own, who only looks at inputs.
-        label: the full name, for messages.
-    """
-
-    weight: str
-    bias: str | None
-    layout: Layout
-    rows: slice | None = None
-    name: str = ""
-    whitening: Whitening | None = None
-    rank: int | None = None
-    window: Window | None = None
-    taps: list[Tap] = field(default_factory=list)
-    outputs: OutputTap | None = None
-    dropping: Any = None
-    fixed_bias: bool = False
-    aside: bool = False
-    label: str = ""
-    spread: Layout | None = None
+    weight: str  # the name of the plain layer's parameter that holds the weight
+    bias: str | None  # of its bias
+    layout: Layout  # how the weight, or this site's rows of it, is stored
+    rows: slice | None = None  # those of weight and bias that belong to this site; None: all
+    name: str = ""  # what to add to the layer's name, where a layer has several sites
+    whitening: Whitening | None = None  # the current one; None is the identity
+    rank: int | None = None  # how many directions of the inputs are told apart at most, where P is to be thin
+    window: Window | None = None  # where inputs are gathered, while it is open
+    taps: list[Tap] = field(default_factory=list)  # who else listens to the inputs, once they are whitened
+    outputs: OutputTap | None = None  # who listens to the gradients of the outputs
+    dropping: Any = None  # how often directions are dropped in training, with spectral dropout
+    fixed_bias: bool = False  # whether the optimizer does not hold the bias, so that nothing can absorb a mean
+    aside: bool = False  # whether forwards are somebody's own, who only looks at inputs
+    label: str = ""  # the full name, for messages
+    spread: Layout | None = None  # where workers hold rows of the weight each: the layout of all of them
 
     @property
     def listening(self) -> bool:
@@ -241,7 +222,7 @@ class Site:
         layout = replace(self.layout, shape=(stop - start, *self.layout.shape[1:]))
         return replace(self, rows=rows, layout=layout, spread=self.layout)
 
-    def part(self, tensor: Tensor | None) -> Tensor | None:
+    def part(self, tensor: Some) -> Some:
         """This site's rows of a weight, a bias, or anything of their shape; all of what is its alone."""
         if tensor is None or self.rows is None or tensor.shape[0] == self.layout.shape[0]:
             return tensor
@@ -249,30 +230,29 @@ class Site:
 
     def write(self, target: Tensor, value: Tensor) -> None:
         """Put a value into this site's rows of a tensor."""
-        part = self.part(target)
-        assert part is not None
-        part.copy_(value)
+        self.part(target).copy_(value)
 
     def packed(self, weight: Tensor, bias: Tensor | None) -> Pair:
         """Weight-like and bias-like tensors as (matrices, out, taps, in) and (groups, out)."""
-        W, b = self.part(weight), self.part(bias)
-        assert W is not None
-        return self.layout.pack(W), None if b is None else self.layout.pack_bias(b)
+        b = self.part(bias)
+        return self.layout.pack(self.part(weight)), None if b is None else self.layout.pack_bias(b)
 
     def unpacked(self, W: Tensor, b: Tensor | None) -> Pair:
         """The inverse of `packed`, for this site's rows."""
         return self.layout.unpack(W), None if b is None else b.reshape(-1)
 
+    def write_both(self, targets: Iterable[Tensor | None], W: Tensor, b: Tensor | None) -> None:
+        """Put packed values into this site's rows of a weight and a bias."""
+        for target, value in zip(targets, self.unpacked(W, b), strict=True):
+            if target is not None and value is not None:
+                self.write(target, value)
+
 
 class Kind:
-    """What is known of a kind of torch layer: where its weights meet inputs, and what those are.
-
-    Whitened layers are of a kind, and so is a `Plain` view of a layer that is left as it is.
-    """
+    """A kind of torch layer, whitened or seen by a `Plain` view: where its weights meet inputs, and what those are."""
 
     form: ClassVar[str]
     plain: ClassVar[type[nn.Module]]
-    centres: ClassVar[bool] = True  # whether a bias can absorb the mean of the inputs
 
     sites: tuple[Site, ...]
     options: Form
@@ -283,7 +263,7 @@ class Kind:
     @staticmethod
     def make_sites(module: Any) -> tuple[Site, ...]:
         """The sites of a plain layer of this kind."""
-        layout = Layout(tuple(module.weight.shape))
+        layout = Layout(tuple(module.weight.shape), getattr(module, "groups", 1), getattr(module, "transposed", False))
         return (Site("weight", None if module.bias is None else "bias", layout),)
 
     def parameter(self, name: str | None) -> Tensor | None:
@@ -303,7 +283,7 @@ class Kind:
     @property
     def basis(self) -> Basis | None:
         """The basis of U; None: no U is needed, but P = U^T U."""
-        return None
+        return None if isinstance(self.options, ImplicitOptions) else self.options.basis
 
     @property
     def cutoff(self) -> float:
@@ -318,7 +298,7 @@ class Kind:
     def centred(self, site: Site) -> bool:
         """Whether this site's inputs are centred: only if a bias that may change can absorb the mean."""
         bias = self.parameter(site.bias)
-        return self.centres and bias is not None and bias.requires_grad and not site.fixed_bias
+        return bias is not None and bias.requires_grad and not site.fixed_bias
 
     @property
     def channels_at(self) -> int:
@@ -371,11 +351,25 @@ class Kind:
             self.owner.undo()
 
     def stored(self, site: Site, whitening: Whitening) -> Whitening:
-        """A whitening in the precision of the site's weight; a P that is stored in another stays so."""
+        """A whitening in the precision of the site's weight; a P that is stored in another stays so.
+
+        U is kept in float32 at least: rounding it would change the function.
+        """
         weight, _ = self.pair(site)
+        if self.basis is not None:
+            return whitening.map(lambda x: x.to(weight.device, accumulation_dtype(weight.dtype)))
         kept = whitening.map(lambda x: x.to(weight.device, weight.dtype))  # the weight may be sharded
         if is_half(weight.dtype):
             kept = replace(kept, cP=None)  # there it has lost the digits that are to cancel
         if whitening.P is None or whitening.P.dtype != storage_for(self.storage, weight):
             return kept
         return replace(kept, P=whitening.P.to(weight.device))
+
+    def move(self) -> None:
+        """Let whitenings and windows follow the weight to its device and dtype; sites go on sharing what they share."""
+        moved: dict[int, Any] = {}
+        for site in self.sites:
+            if site.whitening is not None:
+                site.whitening = moved.setdefault(id(site.whitening), self.stored(site, site.whitening))
+            if site.window is not None:
+                site.window = moved.setdefault(id(site.window), site.window.to(self.pair(site)[0]))

@@ -45,9 +45,9 @@ class Sharing:
                 self._followed[site] = shared, shared.marks
                 return True
         self._part(site)
-        followers = [other for other, (window, _) in self._followed.items() if window is site.window]
-        for other in followers:
-            if self._missed(other):
+        followers = [(other, marks) for other, (window, marks) in self._followed.items() if window is site.window]
+        for other, marks in followers:
+            if marks < site.window.marks:
                 self._part(other)
         if followers:
             site.window.mark()
@@ -55,22 +55,16 @@ class Sharing:
 
     def settle(self) -> None:
         """After the forwards of an update: part those that have missed the last of them."""
-        for site in list(self._followed):
-            if self._followed[site][0] is not site.window:  # that one is closed
-                del self._followed[site]
-            elif self._missed(site):
+        for site, (window, marks) in list(self._followed.items()):
+            if window is not site.window or marks < window.marks:
                 self._part(site)
 
-    def _missed(self, site: Site) -> bool:
-        window, marks = self._followed[site]
-        return marks < window.marks
-
     def _part(self, site: Site) -> None:
-        """Give a site a window of its own, with what it has followed."""
+        """Give a site a window of its own, with what it has followed; forget one that is closed."""
         if site in self._followed:
-            missed, (window, _) = self._missed(site), self._followed.pop(site)
+            window, marks = self._followed.pop(site)
             if site.window is window:
-                site.window = window.parted(since_mark=not missed)
+                site.window = window.parted(since_mark=marks == window.marks)
 
 
 class Tap:

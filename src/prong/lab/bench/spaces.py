@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from prong.core.whitening import times_inverse
+from prong.core.whitening import Whitening, times_inverse
 from prong.lab.bench.sheets import NONE, Sheet, number, present
 from prong.lab.record import keep, provenance
 from prong.lab.terminal import at_least, make_console, progress, writable
@@ -99,11 +99,12 @@ def _blocks(case: Case, rank: float) -> dict[str, Callable[[], None]]:
     thin = rank < 1
     P, tail = torch.randn(1, layout.features, round(rank * layout.features)), 1.0 if thin else 0.0
     cP = times_inverse(c.unsqueeze(1), P, tail).squeeze(1)
+    whitening = Whitening(c, 1.0, P=P, tail=tail, cP=cP)
     delta = torch.randn_like(case.plain(h, W, b).detach())
     switch = Switch()
     ways: dict[str, Callable[[], Tensor]] = {
-        ACTIVATION: lambda: natural(case.unpadded, case.padded(), W, b, P, c, cP, tail, switch),
-        GRADIENT: lambda: case.plain(h, *naturalize(W, b, P, c, cP, tail, layout, switch)),
+        ACTIVATION: lambda: natural(case.unpadded, case.padded(), W, b, whitening, switch),
+        GRADIENT: lambda: case.plain(h, *naturalize(W, b, whitening, layout, switch)),
     }
 
     def block(way: Callable[[], Tensor]) -> Callable[[], None]:
