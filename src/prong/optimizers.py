@@ -56,7 +56,8 @@ class PRONG(Composite):
         others: train what cannot be whitened (embeddings, norms, recurrent cells) by AdamW, with these options, such
             as `{"lr": 1e-3}`; None: by SGD too.
         params: parameters or parameter groups as for any torch optimizer; default: all of the model's.
-        options: further ones of `torch.optim.SGD`, such as `maximize`, and of `attach`, such as `trust`.
+        options: further ones of `torch.optim.SGD`, such as `maximize`, and of `attach`, such as `trust` (here 0.02, as
+            it bounds what one gradient does over all steps to come).
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class PRONG(Composite):
         if others is not None:
             mine, rest = _parted(mine, weights_and_biases(model))
         super().__init__({torch.optim.SGD: (mine, own), torch.optim.AdamW: (rest, dict(others or {}))})
-        attach(model, self, damping=damping, form=form, refresh=refresh, **attached)
+        attach(model, self, damping=damping, form=form, refresh=refresh, **{"trust": 0.02, **attached})
 
 
 class AdamW(Composite):
