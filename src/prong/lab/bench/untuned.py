@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json as jsonlib
 import math
-import multiprocessing
 import statistics
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 import prong
 from prong.lab.bench.problems import PROBLEMS, Problem
 from prong.lab.bench.sheets import NONE, Sheet, number, present
-from prong.lab.pool import one_thread
+from prong.lab.pool import side_by_side
 from prong.lab.record import provenance, strict_json
 from prong.lab.terminal import at_least, each_once, known, make_console, progress, writable
 from prong.lab.timing import interleaved
@@ -81,12 +80,19 @@ def main(
     missing = [cell for cell in wanted if not any(cell.items() <= row.items() for row in rows)]
     console = make_console()
     with progress(console, "runs", len(missing)) as on_step:
-        for row in _timed(missing) if clock else _made(missing, jobs):
+
+        def keep(row: Row) -> None:
             rows.append(row)
             if json is not None:
                 with json.open("a") as file:
                     file.write(jsonlib.dumps(row, allow_nan=False) + "\n")
             on_step()
+
+        if clock:
+            for row in _timed(missing):
+                keep(row)
+        else:
+            _made(missing, jobs, keep)
     found = [row for cell in wanted for row in rows if cell.items() <= row.items()]
     present(console, [times(found)] if clock else [losses(found, methods)], json)
 
@@ -100,19 +106,13 @@ def _read(path: Path | None) -> list[Row]:
     return [strict_json(line) for line in whole.splitlines()]
 
 
-def _made(cells: Sequence[Row], jobs: int) -> Iterable[Row]:
-    if jobs == 1:
-        with one_thread():
-            yield from (run(**cell) | provenance() for cell in cells)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_one_thread) as pool:
-        for future in as_completed([pool.submit(run, **cell) for cell in cells]):
-            yield future.result() | provenance()
+def _made(cells: Sequence[Row], jobs: int, keep: Callable[[Row], None]) -> None:
+    waiting = {str(number): cell for number, cell in enumerate(cells)}
 
+    def next_job(name: str) -> Callable[[], Row] | None:
+        return partial(run, **waiting.pop(name)) if name in waiting else None
 
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+    side_by_side(list(waiting), next_job, lambda _, row: keep(row | provenance()), jobs)
 
 
 def _optimizer(problem: Problem, method: str, lr: float, seed: int) -> tuple[nn.Module, Optimizer, torch.Generator]:
