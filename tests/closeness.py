@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 # Relative to the largest entry: algebra is tested in float64, the rest only where precision is the subject.
-TOLERANCE = {
-    torch.float64: 1e-10,
-    torch.float32: 1e-4,
-    torch.float16: 2e-3,
-    torch.bfloat16: 2e-2,
-}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 Comparable = Tensor | float | None
 

@@ -256,8 +256,7 @@ def test_some_layers_can_be_in_blocks_and_others_whole() -> None:
 
 @pytest.mark.parametrize("form", [prong.Implicit, prong.Materialised])
 @pytest.mark.parametrize(
-    ("block", "error", "message"),
-    [(0, ValueError, "block is at least 1"), (2.0, TypeError, "block is a whole number")],
+    ("block", "error", "message"), [(0, ValueError, "block is at least 1"), (2.0, TypeError, "block is a whole number")]
 )
 def test_what_makes_no_sense_is_refused(form: type, block: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
@@ -294,8 +293,7 @@ def test_blocks_and_ranks_are_as_large_as_time_and_memory_allow(
 
 
 @given(
-    sizes=st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 3)), min_size=1, max_size=5),
-    share=st.floats(0.01, 2),
+    sizes=st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 3)), min_size=1, max_size=5), share=st.floats(0.01, 2)
 )
 def test_the_largest_block_fits_in_memory_and_twice_as_large_ones_do_not(sizes, share: float) -> None:
     layouts = [Layout((groups, inputs), groups) for inputs, groups in sizes]

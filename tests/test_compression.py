@@ -526,8 +526,7 @@ def test_bad_models_and_batches_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("x", "message"),
-    [(inputs(1), "'0' stays whole.*fewer than two samples"), (inputs(1).repeat(9, 1), "do not vary")],
+    ("x", "message"), [(inputs(1), "'0' stays whole.*fewer than two samples"), (inputs(1).repeat(9, 1), "do not vary")]
 )
 def test_a_budget_that_cannot_be_met_says_why_layers_stay_whole(x, message):
     with pytest.raises(ValueError, match=message):

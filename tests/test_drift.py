@@ -24,18 +24,7 @@ from prong.refresh import factorise
 from prong.refresh.apply import whitenings_of
 from prong.refresh.drift import ENOUGH, EVERY, FIRST, TOLERANCE, Drift
 from prong.refresh.plus import spread_of
-from tests.training import (
-    DOUBLE,
-    FORMS,
-    OPTIMIZERS,
-    attentive,
-    batches,
-    mlp,
-    refresher_of,
-    resume,
-    run,
-    site_of,
-)
+from tests.training import DOUBLE, FORMS, OPTIMIZERS, attentive, batches, mlp, refresher_of, resume, run, site_of
 
 forms = pytest.mark.parametrize("form", FORMS)
 EXACT = {"rtol": 0.0, "atol": 0.0}
@@ -306,11 +295,7 @@ def test_the_function_is_kept_when_a_refresh_is_applied_in_mid_training(form):
     held = []
     refresher = refresher_of(optimizer)
     original = refresher._change
-    refresher._change = lambda *new: (
-        held.append(model.eval()(probe)),
-        original(*new),
-        held.append(model(probe)),
-    )
+    refresher._change = lambda *new: (held.append(model.eval()(probe)), original(*new), held.append(model(probe)))
     for pair in batches(model, 20):
         model.train()
         run(model, optimizer, [pair])

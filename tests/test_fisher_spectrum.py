@@ -99,11 +99,7 @@ def test_lanczos_finds_the_ends_of_the_dense_spectrum(build, coordinates, distri
 
 
 @settings(max_examples=25)
-@given(
-    values=st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=12),
-    zeros=st.integers(0, 5),
-    seed=st.integers(0, 9),
-)
+@given(values=st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=12), zeros=st.integers(0, 5), seed=st.integers(0, 9))
 def test_lanczos_is_exact_when_it_runs_to_the_end(values, zeros, seed):
     F = matrix_with([*values, *[0.0] * zeros], seed)
     found = fisher.extreme_eigenvalues(F, steps=len(F), tolerance=1e-12, floor=1e-8)

@@ -163,11 +163,7 @@ UNSUPPORTED = {
         "computed from other parameters",
         True,
     ),
-    "pruned": (
-        lambda: with_bad(prune.identity(nn.Linear(4, 4), "weight")),
-        "computed from other parameters",
-        True,
-    ),
+    "pruned": (lambda: with_bad(prune.identity(nn.Linear(4, 4), "weight")), "computed from other parameters", True),
     "lazy": (lambda: with_bad(nn.LazyLinear(4)), "lazy; run one forward first", True),
     "lazy_conv": (lambda: with_bad(nn.LazyConv2d(4, 3)), "lazy; run one forward first", True),
     "subclass": (lambda: with_bad(Cosine(4, 4)), "Cosine, a subclass of Linear that may compute something", True),

@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import prong
-from prong.analysis.conditioning import (
-    condition_number,
-    drift_from_white,
-    input_spectrum,
-    whitened_spectrum,
-)
+from prong.analysis.conditioning import condition_number, drift_from_white, input_spectrum, whitened_spectrum
 from prong.analysis.monitor import Monitor
 from prong.analysis.observation import Seen
 from prong.core.factorise import whiten

@@ -44,10 +44,7 @@ def torchs_own(kind: type, model: nn.Module, **options) -> list[torch.optim.Opti
     hidden = [p for p in model.parameters() if p.dim() > 1][:-1]
     rest = [p for p in model.parameters() if all(p is not q for q in hidden)]
     decay = options["weight_decay"]
-    return [
-        OrthogonalMomentum(hidden, **options),
-        torch.optim.AdamW(rest, 0.1 * options["lr"], weight_decay=decay),
-    ]
+    return [OrthogonalMomentum(hidden, **options), torch.optim.AdamW(rest, 0.1 * options["lr"], weight_decay=decay)]
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 1e-3}, {"nesterov": True, "weight_decay": 1e-3}], ids=str)

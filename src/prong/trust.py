@@ -51,11 +51,7 @@ class Trust:
     """
 
     def __init__(
-        self,
-        most: float,
-        sites: Mapping[str, tuple[Kind, Site]],
-        optimizer: Optimizer,
-        spread: Workers | None = None,
+        self, most: float, sites: Mapping[str, tuple[Kind, Site]], optimizer: Optimizer, spread: Workers | None = None
     ) -> None:
         self.most, self._sites, self._spread = most, sites, spread
         self._sharded = any(is_sharded(layer.pair(site)[0]) for layer, site in sites.values())

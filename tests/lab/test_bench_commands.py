@@ -17,18 +17,7 @@ import torch
 from matplotlib.image import imread
 from rich.console import Console
 
-from prong.lab.bench import (
-    centring,
-    compiled,
-    document,
-    pace,
-    profile,
-    refresh,
-    scaling,
-    spaces,
-    step_cost,
-    watching,
-)
+from prong.lab.bench import centring, compiled, document, pace, profile, refresh, scaling, spaces, step_cost, watching
 from prong.lab.bench.contest import SETTINGS
 from prong.lab.bench.sheets import as_markdown
 from prong.lab.page.runs import gather

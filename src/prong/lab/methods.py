@@ -276,12 +276,7 @@ _ALL: Sequence[Method] = (
         resumable=False,
     ),
     Method(
-        "psgd-kron",
-        "PSGD-Kron",
-        plain(pytorch_optimizer.Kron),
-        settings=LEAST,
-        resumable=False,
-        rates=(1e-3, 1e-1),
+        "psgd-kron", "PSGD-Kron", plain(pytorch_optimizer.Kron), settings=LEAST, resumable=False, rates=(1e-3, 1e-1)
     ),
 )
 METHODS: Mapping[str, Method] = {method.name: method for method in _ALL}

@@ -122,11 +122,7 @@ def aside(model: nn.Module) -> Iterator[None]:
 
 
 def run_batches(
-    model: nn.Module,
-    batches: Any,
-    samples: int | None = None,
-    forward: Forward | None = None,
-    workers: Workers = ALONE,
+    model: nn.Module, batches: Any, samples: int | None = None, forward: Forward | None = None, workers: Workers = ALONE
 ) -> int:
     """Run the model over batches, until `samples` examples were seen if given; returns how many were.
 

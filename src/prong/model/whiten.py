@@ -36,11 +36,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def whiten_(
-    model: nn.Module,
-    form: str | Form | Auto = "implicit",
-    *,
-    layers: Layers = None,
-    max_positions: int | None = None,
+    model: nn.Module, form: str | Form | Auto = "implicit", *, layers: Layers = None, max_positions: int | None = None
 ) -> nn.Module:
     """Make the layers of `model` whitened ones, in place; its function and parameter objects stay.
 

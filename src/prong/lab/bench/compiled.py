@@ -28,11 +28,7 @@ BASELINE = "SGD"
 
 
 def main(
-    methods: tuple[str, ...] = CHOSEN,
-    batch: int = 128,
-    repetitions: int = 5,
-    block: int = 20,
-    json: Path | None = None,
+    methods: tuple[str, ...] = CHOSEN, batch: int = 128, repetitions: int = 5, block: int = 20, json: Path | None = None
 ) -> None:
     """Time an update of the paper's autoencoder with the model compiled by torch.compile, beside the same one eager.
 

@@ -8,17 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prong.lab.bench import (
-    centring,
-    compiled,
-    profile,
-    refresh,
-    scaling,
-    spaces,
-    standings,
-    step_cost,
-    watching,
-)
+from prong.lab.bench import centring, compiled, profile, refresh, scaling, spaces, standings, step_cost, watching
 from prong.lab.bench.sheets import Sheet, as_markdown, origin
 from prong.lab.documentation import read_page, replace_section, write_changed
 from prong.lab.terminal import make_console

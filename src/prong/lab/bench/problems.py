@@ -254,14 +254,7 @@ PROBLEMS: Mapping[str, Problem] = {
         lambda: Transformer(256, 6, 128), passages(64, 128), unseen(256, 128), next_character, updates=400, anneals=True
     ),
     "autoencoder": Problem(
-        autoencoder,
-        images(128),
-        some_images,
-        reconstruction,
-        squared_error,
-        updates=600,
-        warm_up=50,
-        anneals=True,
+        autoencoder, images(128), some_images, reconstruction, squared_error, updates=600, warm_up=50, anneals=True
     ),
     "convolutional": Problem(
         Convolutional,

@@ -75,30 +75,15 @@ MNIST = Published(
     places=("mnist", ".", "MNIST/raw"),  # the last is where torchvision puts it
     files=(
         File(
-            "train-images-idx3-ubyte.gz",
-            9_912_422,
-            "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+            "train-images-idx3-ubyte.gz", 9_912_422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"
         ),
+        File("train-labels-idx1-ubyte.gz", 28_881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
         File(
-            "train-labels-idx1-ubyte.gz",
-            28_881,
-            "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+            "t10k-images-idx3-ubyte.gz", 1_648_877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"
         ),
-        File(
-            "t10k-images-idx3-ubyte.gz",
-            1_648_877,
-            "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-        ),
-        File(
-            "t10k-labels-idx1-ubyte.gz",
-            4_542,
-            "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-        ),
+        File("t10k-labels-idx1-ubyte.gz", 4_542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
     ),
-    mirrors=(
-        "https://ossci-datasets.s3.amazonaws.com/mnist",
-        "https://storage.googleapis.com/cvdf-datasets/mnist",
-    ),
+    mirrors=("https://ossci-datasets.s3.amazonaws.com/mnist", "https://storage.googleapis.com/cvdf-datasets/mnist"),
 )
 FASHION_MNIST = Published(
     name="fashion-mnist",
@@ -108,25 +93,13 @@ FASHION_MNIST = Published(
     places=("fashion-mnist", "FashionMNIST/raw"),  # nowhere else: its files have the names of MNIST's
     files=(
         File(
-            "train-images-idx3-ubyte.gz",
-            26_421_880,
-            "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+            "train-images-idx3-ubyte.gz", 26_421_880, "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"
         ),
+        File("train-labels-idx1-ubyte.gz", 29_515, "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
         File(
-            "train-labels-idx1-ubyte.gz",
-            29_515,
-            "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+            "t10k-images-idx3-ubyte.gz", 4_422_102, "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"
         ),
-        File(
-            "t10k-images-idx3-ubyte.gz",
-            4_422_102,
-            "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
-        ),
-        File(
-            "t10k-labels-idx1-ubyte.gz",
-            5_148,
-            "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
-        ),
+        File("t10k-labels-idx1-ubyte.gz", 5_148, "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
     ),
     mirrors=(
         "https://fashion-mnist.s3.eu-central-1.amazonaws.com",
@@ -152,9 +125,7 @@ CIFAR10_BINARY = Published(
         File("test_batch.bin", 30_730_000, "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b"),
     ),
     archive=File(
-        "cifar-10-binary.tar.gz",
-        170_052_171,
-        "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+        "cifar-10-binary.tar.gz", 170_052_171, "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
     ),
     mirrors=(
         "https://www.cs.toronto.edu/~kriz",
@@ -178,9 +149,7 @@ CIFAR10_PYTHON = Published(
         File("test_batch", 31_035_526, "f53d8d457504f7cff4ea9e021afcf0e0ad8e24a91f3fc42091b8adef61157831"),
     ),
     archive=File(
-        "cifar-10-python.tar.gz",
-        170_498_071,
-        "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
+        "cifar-10-python.tar.gz", 170_498_071, "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"
     ),
     mirrors=(
         "https://www.cs.toronto.edu/~kriz",

@@ -153,9 +153,7 @@ def scale(values: Sequence[float]) -> dict[float, str]:
 
 
 def two_ways(
-    groups: Sequence[Group],
-    colour: Callable[[Group], float],
-    dash: Callable[[Group], float | str],
+    groups: Sequence[Group], colour: Callable[[Group], float], dash: Callable[[Group], float | str]
 ) -> list[tuple[str, Dash]]:
     """A colour for each value of one property of groups, a dash for each of another."""
     colours = scale(sorted({colour(group) for group in groups}))

@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from prong.lab.page.charts import (
-    Chart,
-    Curve,
-    Dash,
-    Figure,
-    HeatMaps,
-    curve,
-    far_apart,
-    looks,
-    two_ways,
-    under_way,
-)
+from prong.lab.page.charts import Chart, Curve, Dash, Figure, HeatMaps, curve, far_apart, looks, two_ways, under_way
 from prong.lab.page.findings import SQUARES
 from prong.lab.page.grids import Cell, Grid
 from prong.lab.page.groups import Group, Value, clocked, groups, quantities, setting
@@ -106,10 +95,7 @@ def imagenet(experiment: Experiment) -> Sequence[Figure]:
 
 def cifar10(experiment: Experiment) -> Sequence[Figure]:
     """Training error against updates, test error against seconds."""
-    return [
-        over(experiment, "train_error", percent=True),
-        over(experiment, "test_error", seconds=True, percent=True),
-    ]
+    return [over(experiment, "train_error", percent=True), over(experiment, "test_error", seconds=True, percent=True)]
 
 
 def conditioning(experiment: Experiment) -> Sequence[Figure]:

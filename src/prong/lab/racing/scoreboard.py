@@ -61,10 +61,7 @@ def _threshold(standing: Standing, threshold: float) -> str:
 
 def ratio_table(field: Sequence[Standing], thresholds: Sequence[float]) -> Table:
     """How many times as much others needed as our best, who is named too."""
-    table = Table(
-        title="times as much as our best",
-        caption=NOT_REACHED,
-    )
+    table = Table(title="times as much as our best", caption=NOT_REACHED)
     table.add_column("against", no_wrap=True)
     for threshold in thresholds:
         table.add_column(f"{threshold:g}", justify="right")

@@ -126,10 +126,7 @@ class Board:
         mark = uuid4().hex
         attributes = {"point": point, "holder": self.holder, "mark": mark, "settings": settings}
         trial = create_trial(
-            state=TrialState.RUNNING,
-            params=settings,
-            distributions=self.search.distributions(),
-            user_attrs=attributes,
+            state=TrialState.RUNNING, params=settings, distributions=self.search.distributions(), user_attrs=attributes
         )
         self._study.add_trial(trial)
         return next(trial.number for trial in self._trials() if trial.user_attrs["mark"] == mark)
