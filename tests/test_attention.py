@@ -213,7 +213,7 @@ def test_watched_outputs_change_neither_outputs_nor_gradients_of_attention(form,
     assert_close(attend(layer, inputs, case), attend(alone, inputs, case))
     found, expected = (parameter_gradients(model, loss_of(model, inputs, case)) for model in (layer, alone))
     assert_close(found, expected)
-    assert all((site.outputs.examples > 0) == training for site in sites_of(layer)), "and they are watched"
+    assert all((site.outputs.count > 0) == training for site in sites_of(layer)), "and they are watched"
 
 
 @forms

@@ -56,8 +56,7 @@ class PRONG(Composite):
         others: train what cannot be whitened (embeddings, norms, recurrent cells) by AdamW, with these options, such
             as `{"lr": 1e-3}`; None: by SGD too.
         params: parameters or parameter groups as for any torch optimizer; default: all of the model's.
-        options: further ones of `torch.optim.SGD`, such as `maximize`, and of `attach`, such as `trust` (here 0.02, as
-            it bounds what one gradient does over all steps to come).
+        options: further ones of `torch.optim.SGD`, such as `maximize`, and of `attach`, such as `trust`.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class PRONG(Composite):
         if others is not None:
             mine, rest = _parted(mine, weights_and_biases(model))
         super().__init__({torch.optim.SGD: (mine, own), torch.optim.AdamW: (rest, dict(others or {}))})
-        attach(model, self, damping=damping, form=form, refresh=refresh, **{"trust": 0.02, **attached})
+        attach(model, self, damping=damping, form=form, refresh=refresh, **attached)
 
 
 class AdamW(Composite):
@@ -168,7 +167,7 @@ def attach(
     damping: Damping = 0.1,
     form: str | Form | Auto = "auto",
     refresh: Refresh | None = None,
-    trust: float | None = 0.1,
+    trust: float | None = 0.2,
     space: Space = "whitened",
     outputs: WhitenOutputs | None = None,
     replace: bool = False,
@@ -197,7 +196,7 @@ def attach(
         refresh: when whitening is estimated anew, and from which samples: `prong.Every(1000)` (the default, and more
             often at first), `prong.OnDrift(...)` or `prong.Never()`.
         trust: the largest change of a layer's pre-activations that a step may make by prediction, in RMS over data and
-            units; None: any.
+            units; of SGD, what the velocity has still to make, too. None: any.
         space: "natural" gives the optimizer natural gradients instead: another method, unless it is SGD.
         outputs: whiten backpropagated gradients too, with `prong.WhitenOutputs(...)`. For SGD.
         replace: take the model over from an optimizer that trains it in whitened coordinates already. One that nobody

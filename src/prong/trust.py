@@ -8,8 +8,8 @@ has zero mean and at most unit covariance. So in RMS over the data it is changed
 which has the units of the pre-activation and none of the loss, the inputs or the width. Of a gradient it is the root of
 gV_k gV_k + gd_k gd_k = nW_k gW_k + nb_k gb_k, the product of the natural and the ordinary one. It is measured on a few
 units, spread over the layer, and steps that exceed the bound are shortened. Optimizers that are linear in the gradient
-(SGD) are bounded by what one gradient can ever do, lr / (1 - momentum) times it: what is cut off is forgotten. Of
-others, each step is bounded after it was made.
+(SGD) are bounded by what the velocity has still to make after many gradients that are alike, lr / (1 - momentum)^2
+times one: what is cut off is forgotten. Of others, each step is bounded after it was made.
 """
 
 from __future__ import annotations
@@ -181,8 +181,9 @@ class Trust:
 
 
 def _reach(group: dict[str, Any]) -> float:
-    """How far a gradient moves parameters that it is added to the momentum of, over all steps to come."""
-    return float(group["lr"]) * (1 - float(group.get("dampening", 0.0))) / max(1 - float(group["momentum"]), 1e-3)
+    """By what a gradient is multiplied in all steps to come of a velocity that is the sum of many alike."""
+    undamped = 1 - float(group.get("dampening", 0.0))
+    return float(group["lr"]) * undamped / max(1 - float(group["momentum"]), 1e-3) ** 2
 
 
 def predicted(layer: Kind, site: Site, dW: Tensor, db: Tensor | None) -> Tensor:
